@@ -1,5 +1,5 @@
-// The live view in the browser. Texts and tables come as HTML. Of the curves, only new points come, as numbers, and are
-// drawn here: hovering, smoothing and the log scale then need no kernel, which is busy while a cell runs.
+// The live view in the browser. It receives texts and tables as HTML, and the new points of curves as numbers. Curves are
+// drawn here, so hovering, smoothing and the log scale also work while the kernel is busy with a cell.
 
 const STYLE = `
 .distnb-live{font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-ui-font-color1,inherit);padding:4px 0}
@@ -59,7 +59,7 @@ function short(number) {
   return Math.abs(number) >= 1e5 || (number && Math.abs(number) < 1e-4) ? number.toExponential(2) : `${+number.toPrecision(4)}`;
 }
 
-// About `about` round numbers within a range.
+// Return about `about` round numbers within a range.
 function ticks(low, high, about) {
   const raw = (high - low) / about;
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -88,7 +88,7 @@ function span(numbers) {
   return low < high ? [low, high] : [low - half, high + half];
 }
 
-// -- lines: arrays of [step, value, least, greatest], made by curves.py ------------------------------------------------
+// -- lines: arrays of [step, value, least, greatest], see curves.py ----------------------------------------------------
 
 const joined = (first, second) =>
   second === undefined
@@ -101,7 +101,8 @@ class Lines {
     this.charts = [];
   }
 
-  take({ charts, lines }, buffer) {
+  // Apply a message of `WidgetView.message` in widget_view.py.
+  receive({ charts, lines }, buffer) {
     const numbers = new Float32Array(buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength));
     let place = 0;
     for (const [number, width, at, count] of lines) {
@@ -117,12 +118,12 @@ class Lines {
   append(line, width, at, points) {
     for (; line.width < width; line.width *= 2)
       line.points = line.points.filter((_, i) => i % 2 === 0).map((point, i) => joined(point, line.points[2 * i + 1]));
-    if (line.points.length < at) return; // a message was lost; the whole line will soon be sent again
+    if (line.points.length < at) return; // a message was lost; all points of the line will soon be sent again
     line.points.length = at;
     line.points.push(...points);
   }
 
-  // The points to draw for a series: those of its only line, or the mean of several lines in the band that they fill.
+  // Return what to draw for a series: the points of its only line, or the mean of several lines with their range.
   drawn([label, color, thick, members]) {
     const lines = members.map(([number]) => this.byNumber.get(number)).filter((line) => line?.points.length);
     if (lines.length === 0) return null;
@@ -131,7 +132,7 @@ class Lines {
   }
 }
 
-// The index of the latest point at or before a step, or -1.
+// Return the index of the latest point at or before a step, or -1.
 function placeAt(points, step) {
   let [low, high] = [0, points.length];
   while (low < high) {
@@ -159,7 +160,7 @@ function mean(lines) {
   });
 }
 
-// An exponential moving average. A point that stands for several values counts as that many.
+// Return the exponential moving average. A point that represents several values has the weight of all of them.
 function smoothed({ points, width }, weight) {
   const kept = weight ** width;
   let [average, mass] = [0, 0];
@@ -231,7 +232,7 @@ class Chart {
     this.caption.innerHTML = `<span class="name">${escaped(this.chart.name)}</span>${named.join("")}`;
   }
 
-  // Dotted lines where epochs begin, with numbers from 1 on. With many epochs, only some are drawn.
+  // Draw a dotted line and a number, counted from 1, where an epoch begins. With many epochs, only some are drawn.
   epochs(epochs, low, high, foot) {
     const inside = epochs.filter(([step]) => low < step && step < high);
     const every = Math.ceil(inside.length / Math.max(3, this.width / 60));
@@ -266,7 +267,7 @@ class Chart {
     return `${this.band(points, color)}<path class="line" d="${this.path(points)}" ${look} stroke-width="${width}"/>`;
   }
 
-  // The band from the least to the greatest value, if points stand for several values.
+  // Draw the band from the least to the greatest value, if points represent several values.
   band(points, color) {
     if (points.every((point) => point[2] === point[3])) return "";
     const inside = points.map((point) => [this.x(point[0]), this.y(point[2]), this.y(point[3])]).filter((each) => each.every(Number.isFinite));
@@ -275,7 +276,7 @@ class Chart {
     return inside.length ? `<path class="band" d="M${[...up, ...down].join("L")}Z" fill="${color}" fill-opacity=".18"/>` : "";
   }
 
-  // A cross at the foot for each nan or infinite value, and a triangle at the top where values exploded.
+  // Draw a cross at the foot for each nan or infinite value, and a triangle at the top where values exploded.
   marks(foot) {
     const bad = this.series.flatMap(({ points }) => points.filter((point) => !Number.isFinite(point[1])));
     let drawn = bad.map(([step]) => `M${(this.x(step) - 3).toFixed(1)} ${foot - 7}l6 6m0 -6l-6 6`).join("");
@@ -319,7 +320,7 @@ class Chart {
       pointer.innerHTML = "";
       return;
     }
-    let place = placeAt(points, step); // the nearest
+    let place = placeAt(points, step); // moved below to the nearest point
     if (place < 0 || (place + 1 < points.length && points[place + 1][0] - step < step - points[place][0])) place++;
     const at = points[place][0];
     const x = this.x(at);
@@ -330,7 +331,7 @@ class Chart {
       dots.map(([{ color }, point]) => `<circle cx="${x.toFixed(1)}" cy="${this.y(point[1]).toFixed(1)}" r="3" fill="${color}"/>`).join("");
     this.tip.innerHTML = [this.where(points, place), ...found.map(([series, point]) => this.row(series, point, at))].join("<br>");
     const left = x + 12 + this.tip.offsetWidth < this.width ? x + 12 : Math.max(0, x - 12 - this.tip.offsetWidth);
-    const top = this.y(points[place][1]) < this.height / 2 ? this.height / 2 : TOP; // away from the line
+    const top = this.y(points[place][1]) < this.height / 2 ? this.height / 2 : TOP; // not over the line
     Object.assign(this.tip.style, { left: `${left}px`, top: `${this.caption.offsetHeight + top}px` });
   }
 
@@ -349,7 +350,7 @@ class Chart {
     return `<span class="swatch" style="background:${color}"></span>${name} <b>${short(value)}</b>${range}`;
   }
 
-  // The replicas with the least and the greatest value at a step.
+  // Return the replicas with the least and the greatest value at a step, as marks.
   whose(members, at) {
     const values = members
       .map(([number, replica]) => {
@@ -368,32 +369,32 @@ function settings() {
   try {
     return { log: false, smoothing: 0, ...JSON.parse(sessionStorage.getItem("distnb-live")) };
   } catch {
-    return { log: false, smoothing: 0 }; // the browser denies storage to pages
+    return { log: false, smoothing: 0 }; // the browser denies this page storage
   }
 }
 
-function keep(chosen) {
+function saveSettings(chosen) {
   try {
-    sessionStorage.setItem("distnb-live", JSON.stringify(chosen)); // for the charts of the next cell
+    sessionStorage.setItem("distnb-live", JSON.stringify(chosen)); // used by the charts of the next cell
   } catch {
     return;
   }
 }
 
 export default () => {
-  // True if the page was reloaded: the widget has drawn before, in a page that was closed.
+  // True if the page was reloaded while the cell ran: another page has shown the widget before.
   let restored = false;
   const lines = new Lines();
-  const views = new Set(); // the drawing function of each place where the widget is shown
+  const views = new Set(); // the redraw function of each view of the widget
   return {
     initialize({ model }) {
       restored = model.get("above") !== "";
       const { points, ...curves } = model.get("curves");
-      lines.take(curves, points);
+      lines.receive(curves, points);
       if (restored) model.send({ restored: true });
       model.on("msg:custom", (content, buffers) => {
-        lines.take(content, buffers[0]);
-        views.forEach((schedule) => schedule());
+        lines.receive(content, buffers[0]);
+        views.forEach((redraw) => redraw());
       });
     },
     render({ model, el }) {
@@ -402,12 +403,12 @@ export default () => {
       const [above, below, controls, container, written] = [".above", ".below", ".controls", ".charts", "details"].map(find);
       const chosen = settings();
       const charts = new Map();
-      let [pending, left] = [false, false];
+      let [pending, kernelEnded] = [false, false];
       const draw = () => {
         pending = false;
         above.innerHTML = model.get("above");
         below.innerHTML = model.get("below");
-        if (left) mark();
+        if (kernelEnded) markEnded();
         controls.hidden = lines.charts.length === 0;
         for (const chart of lines.charts) {
           if (!charts.has(chart.name)) charts.set(chart.name, new Chart(chart.name, container, lines));
@@ -417,19 +418,19 @@ export default () => {
         written.querySelector("pre").textContent = model.get("written");
       };
       const schedule = () => {
-        if (!pending) requestAnimationFrame(draw); // a hidden tab draws no frames; it draws once when it is visible again
+        if (!pending) requestAnimationFrame(draw); // a hidden tab runs this only when it is visible again
         pending = true;
       };
       const changed = () => {
-        left = false;
+        kernelEnded = false;
         schedule();
       };
-      // The kernel ended or was restarted, so no message will follow. Earlier messages may still wait to be drawn.
-      const orphaned = () => {
-        left = true;
-        mark();
+      // Called when the kernel has ended or restarted, so no message will follow. Earlier ones may not be drawn yet.
+      const onKernelEnded = () => {
+        kernelEnded = true;
+        markEnded();
       };
-      const mark = () => {
+      const markEnded = () => {
         const [dot, state] = [above.querySelector(".dot"), above.querySelector(".head .state")];
         if (!dot?.matches(".starting,.running,.asks")) return;
         state.textContent = "the kernel ended";
@@ -439,7 +440,7 @@ export default () => {
       const choose = () => {
         Object.assign(chosen, { log: log.checked, smoothing: +smoothing.value });
         output.textContent = smoothing.value;
-        keep(chosen);
+        saveSettings(chosen);
         schedule();
       };
       [log.checked, smoothing.value] = [chosen.log, chosen.smoothing];
@@ -449,7 +450,7 @@ export default () => {
       size.observe(container);
       model.on("change:above", changed);
       model.on("change:below", changed);
-      model.on("comm_live_update", orphaned);
+      model.on("comm_live_update", onKernelEnded);
       views.add(changed);
       schedule();
       return () => {
@@ -457,7 +458,7 @@ export default () => {
         views.delete(changed);
         model.off("change:above", changed);
         model.off("change:below", changed);
-        model.off("comm_live_update", orphaned);
+        model.off("comm_live_update", onKernelEnded);
       };
     },
   };

@@ -1,4 +1,4 @@
-// Distributed cells: marked with their strategy and their replicas' states, and a picker that writes the magic line.
+// Marks on distributed cells, with their strategy and their replicas' states, and a picker that writes the magic line.
 
 import { Cell, CodeCellModel, ICellModel } from '@jupyterlab/cells';
 import { INotebookTracker, NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
@@ -19,13 +19,13 @@ const STRATEGIES = [
   'tpu'
 ];
 
-/** The strategy's word in a cell's magic line; "" without one, null for an ordinary cell. */
+/** Return the strategy's name in a cell's magic line, "" if it is missing, or null for an ordinary cell. */
 export function strategyOf(source: string): string | null {
   const found = MAGIC.exec(source);
   return found && (found[1] ?? '');
 }
 
-/** The same cell under another strategy; its options stay, and null makes an ordinary cell of it. */
+/** Return a cell's source with another strategy and the same options, or without the magic line if `word` is null. */
 export function withStrategy(source: string, word: string | null): string {
   if (word === null) {
     return source.replace(/^%%distribute.*\n?/, '');
@@ -33,24 +33,24 @@ export function withStrategy(source: string, word: string | null): string {
   return MAGIC.test(source) ? source.replace(MAGIC, `%%distribute ${word}`) : `%%distribute ${word}\n${source}`;
 }
 
-/** Marks the cells of a notebook as long as it is open. */
+/** Mark the distributed cells of a notebook while it is open. */
 export function markCells(panel: NotebookPanel): void {
   let link: KernelLink | null = null;
   let planned = 0;
-  // What kernels told of the cells, as long as a cell is not run again: a kernel that has ended tells nothing.
-  const told: { [id: string]: IMark } = {};
+  // The latest mark of each cell, also after the end of the kernel that sent it. Running a cell again removes its mark.
+  const marks: { [id: string]: IMark } = {};
   const draw = () => {
     planned = 0;
     if (panel.isDisposed) {
       return;
     }
-    Object.assign(told, link?.snapshot?.cells);
+    Object.assign(marks, link?.snapshot?.cells);
     for (const cell of panel.content.widgets) {
       const id = cell.model.id;
-      if (told[id] && UNFINISHED.includes(told[id].state) && !link?.snapshot?.cells[id]) {
-        told[id] = { ...told[id], state: 'the kernel ended' };
+      if (marks[id] && UNFINISHED.includes(marks[id].state) && !link?.snapshot?.cells[id]) {
+        marks[id] = { ...marks[id], state: 'the kernel ended' };
       }
-      markCell(cell, told[id]);
+      markCell(cell, marks[id]);
     }
   };
   const plan = () => {
@@ -64,7 +64,7 @@ export function markCells(panel: NotebookPanel): void {
     plan();
   };
   const forget = (_: unknown, { cell }: { cell: Cell }) => {
-    delete told[cell.model.id];
+    delete marks[cell.model.id];
     plan();
   };
   panel.sessionContext.kernelChanged.connect(connect);
@@ -79,7 +79,7 @@ export function markCells(panel: NotebookPanel): void {
 
 const UNFINISHED = ['starting', 'running', 'asks'];
 
-/** How a cell went of which no kernel tells: what its outputs say. */
+/** Return the state of a cell without a mark, derived from its saved outputs. */
 function savedState(model: ICellModel): string {
   if (!(model instanceof CodeCellModel)) {
     return 'not run';
@@ -105,12 +105,12 @@ function markCell(cell: Cell, mark: IMark | undefined): void {
   const count = mark?.replicas.length ?? 0;
   const parts = [word || mark?.title || 'distributed', ...(count ? [`${count} replica${count > 1 ? 's' : ''}`] : [])];
   const text = [...parts, state].join(' · ');
-  const told = mark ? mark.replicas.map(line => `replica ${line}`).join('\n') : '';
+  const states = mark ? mark.replicas.map(line => `replica ${line}`).join('\n') : '';
   const made = badge ?? element('div', 'distnb-mark');
-  if (made.textContent !== text || made.getAttribute('title') !== told) {
+  if (made.textContent !== text || made.getAttribute('title') !== states) {
     made.textContent = text;
-    made.setAttribute('title', told);
-    made.setAttribute('aria-label', `Distributed cell: ${text}. ${told}`);
+    made.setAttribute('title', states);
+    made.setAttribute('aria-label', `Distributed cell: ${text}. ${states}`);
   }
   if (!badge) {
     const header = cell.node.querySelector('.jp-CellHeader');
@@ -118,7 +118,7 @@ function markCell(cell: Cell, mark: IMark | undefined): void {
   }
 }
 
-/** The picker in the toolbar of a cell. It is there where the kernel has distnb, or the cell has the magic. */
+/** The strategy picker in a cell's toolbar, shown if the kernel has loaded distnb or the cell has the magic line. */
 export class StrategyPicker extends Widget {
   constructor(
     private _cell: Cell<ICellModel>,
@@ -132,7 +132,7 @@ export class StrategyPicker extends Widget {
       const shared = this._cell.model.sharedModel;
       shared.setSource(withStrategy(shared.getSource(), this._select.value || null));
     };
-    // As small as its neighbours: JupyterLab hides a toolbar that takes more than half of the cell's width.
+    // The picker is small, because JupyterLab hides a toolbar that is wider than half of the cell.
     icon.element({ container: this.node, tag: 'span', width: '16px', height: '16px' });
     this.node.append(this._select);
     _cell.model.contentChanged.connect(this._draw, this);
@@ -159,7 +159,7 @@ export class StrategyPicker extends Widget {
     const known = word !== null || Boolean(kernel && KernelLink.of(kernel).snapshot);
     this.setHidden(this._cell.model.type !== 'code' || !known);
     if (this._drawn === word) {
-      return; // the list may be open
+      return; // replacing the options would close an open list
     }
     this._drawn = word;
     const words = word && !STRATEGIES.includes(word) ? [...STRATEGIES, word] : STRATEGIES;

@@ -1,4 +1,4 @@
-// The elements that panel and marks are made of. Text is always set as text, never as HTML.
+// The HTML elements of the panel and of the marks. Text is always set as text, never as HTML.
 
 import { IEngine, IHead, ILine } from './kernel';
 
@@ -16,18 +16,18 @@ export function element<K extends keyof HTMLElementTagNameMap>(
 /** States differ by shape and word, not by colour alone. */
 const SHAPES = { idle: '○', running: '●', busy: '◐', error: '✕' };
 
-/** A part of the panel under a title; without content it is not shown. */
+/** Return a part of the panel with a title. */
 export function sectionOf(title: HTMLElement, ...content: HTMLElement[]): HTMLElement {
   return element('section', 'distnb-section', title, ...content);
 }
 
-/** How the latest cell is doing: its title and state, and below it what was counted. */
+/** Return two lines on the latest cell: its title and state, and its counts. */
 export function headRow({ title, count, state, facts }: IHead): HTMLElement[] {
   const kind = { starting: 'running', running: 'running', asks: 'busy', failed: 'error', died: 'error' }[state] ?? 'idle';
-  const stands = element('span', `distnb-state distnb-mod-${kind}`, `${SHAPES[kind as IEngine['kind']]} ${state}`);
+  const stateText = element('span', `distnb-state distnb-mod-${kind}`, `${SHAPES[kind as IEngine['kind']]} ${state}`);
   const counted = [count, ...facts].map(fact => element('span', '', fact));
   return [
-    element('div', 'distnb-title', element('span', 'distnb-name', title), stands),
+    element('div', 'distnb-title', element('span', 'distnb-name', title), stateText),
     element('div', 'distnb-facts', ...counted)
   ];
 }
@@ -44,16 +44,16 @@ export function engineRow(engine: IEngine): HTMLElement {
   return row;
 }
 
-/** A whole bar is all the memory that there is; where that is not known there is none. */
-function memoryRow({ what, taken, all }: IEngine['memory'][number]): HTMLElement {
-  if (all === null) {
-    return element('span', 'distnb-memory', `${human(taken)} ${what}`);
+/** Return a bar whose full length is the total memory, or only text if the total is unknown. */
+function memoryRow({ name, used, total }: IEngine['memory'][number]): HTMLElement {
+  if (total === null) {
+    return element('span', 'distnb-memory', `${human(used)} ${name}`);
   }
   const part = element('span', 'distnb-part');
-  part.style.width = `${(100 * taken) / all}%`;
+  part.style.width = `${(100 * used) / total}%`;
   const bar = element('span', 'distnb-bar', part);
   bar.setAttribute('aria-hidden', 'true');
-  return element('span', 'distnb-memory', bar, `${human(taken)} of ${human(all)} ${what}`);
+  return element('span', 'distnb-memory', bar, `${human(used)} of ${human(total)} ${name}`);
 }
 
 function human(nbytes: number): string {
@@ -61,7 +61,7 @@ function human(nbytes: number): string {
 }
 
 const SVG = 'http://www.w3.org/2000/svg';
-/** The live view's: a replica has one colour everywhere. Dashes tell lines apart without colour. */
+/** The live view's colours, so that a replica has one colour everywhere. Dashes distinguish lines without colour. */
 const COLORS = ['#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#999933', '#808080'];
 const [WIDTH, HEIGHT] = [220, 44];
 

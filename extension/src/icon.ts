@@ -1,4 +1,4 @@
-// distnb's picture: replicas that are connected.
+// distnb's icon: three connected replicas.
 
 import { LabIcon } from '@jupyterlab/ui-components';
 

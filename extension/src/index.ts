@@ -1,4 +1,4 @@
-// distnb in JupyterLab and Notebook 7. Nothing here is needed to use distnb; it shows more, and acts while a cell runs.
+// The plugin for JupyterLab and Notebook 7. It is optional: distnb also works without the extension.
 
 import { ILayoutRestorer, JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ICommandPalette, IToolbarWidgetRegistry } from '@jupyterlab/apputils';
@@ -51,12 +51,12 @@ function addStatus(app: JupyterFrontEnd, statusBar: IStatusBar, panel: ReplicasP
   item.node.append(button);
   const isActive = () => Boolean(panel.link?.snapshot);
   panel.changed.connect(() => {
-    const told = panel.link?.snapshot;
-    const engines = told?.engines;
+    const snapshot = panel.link?.snapshot;
+    const engines = snapshot?.engines;
     const failed = (engines ?? []).filter(each => each.kind === 'error').length;
-    const state = failed ? `${failed} failed` : told?.running && told.head ? 'running' : 'idle';
+    const state = failed ? `${failed} failed` : snapshot?.running && snapshot.head ? 'running' : 'idle';
     const count = engines && `${engines.length} engine${engines.length > 1 ? 's' : ''}, ${state}`;
-    button.textContent = `distnb: ${told?.doing || count || 'no engines'}`;
+    button.textContent = `distnb: ${snapshot?.doing || count || 'no engines'}`;
   });
   statusBar.registerStatusItem('distnb:status', { item, align: 'left', isActive, activeStateChanged: panel.changed as any });
 }

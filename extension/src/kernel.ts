@@ -1,4 +1,4 @@
-// What one kernel tells of its replicas, and the orders that it takes. The other end is distnb/widgets/panel/.
+// The connection to one kernel: its snapshots and the requests to it. The kernel's side is distnb/widgets/panel/.
 
 import { Kernel, KernelMessage } from '@jupyterlab/services';
 import { Signal } from '@lumino/signaling';
@@ -10,7 +10,7 @@ export interface IEngine {
   state: string;
   kind: 'idle' | 'running' | 'busy' | 'error';
   at: string;
-  memory: { what: string; taken: number; all: number | null }[];
+  memory: { name: string; used: number; total: number | null }[];
 }
 
 export interface ILine {
@@ -26,7 +26,7 @@ export interface IMark {
   replicas: string[];
 }
 
-/** Of a cell: "mirrored", "2 replicas", "running", and "12.3 s", "step 120" and so on. */
+/** The parts of a cell's status line, for example "mirrored", "2 replicas", "running" and ["12.3 s", "step 120"]. */
 export interface IHead {
   title: string;
   count: string;
@@ -38,7 +38,7 @@ export interface ISnapshot {
   engines: IEngine[] | null;
   running: boolean;
   head: IHead | null;
-  told: string[];
+  lines: string[];
   curves: { name: string; lines: ILine[] }[];
   cell: string;
   cells: { [id: string]: IMark };
@@ -47,24 +47,24 @@ export interface ISnapshot {
 }
 
 const NAME = 'distnb';
-const ORDER = 'distnb_order';
-const PATIENCE_MS = 3000;
-const WARMS = 'torch.nn.Module.f';
+const REQUEST = 'distnb_request';
+const REPLY_TIMEOUT_MS = 3000;
+const WARM_UP_CODE = 'torch.nn.Module.f';
 
 export class KernelLink {
-  /** Emitted when there is something new of any kernel. */
+  /** Emitted when the snapshot of any kernel has changed. */
   static readonly news = new Signal<typeof KernelLink, void>(KernelLink);
-  /** Emitted when there is something new to show. */
+  /** Emitted when this kernel's snapshot has changed. */
   readonly changed = new Signal<this, void>(this);
-  /** The latest that the kernel told; null while it has not loaded distnb, as far as is known. */
+  /** The kernel's latest snapshot, or null if none was received, for example because distnb is not loaded. */
   snapshot: ISnapshot | null = null;
-  /** Whether the kernel's process has ended and no other has taken its place. */
+  /** True if the kernel's process has ended and was not replaced. */
   isDead = false;
 
   private constructor(private _kernel: Kernel.IKernelConnection) {
-    _kernel.iopubMessage.connect(this._hear, this);
-    _kernel.statusChanged.connect(this._follow, this);
-    void this._ask();
+    _kernel.iopubMessage.connect(this._onMessage, this);
+    _kernel.statusChanged.connect(this._onStatus, this);
+    void this._requestSnapshot();
   }
 
   static of(kernel: Kernel.IKernelConnection): KernelLink {
@@ -76,70 +76,74 @@ export class KernelLink {
     return link;
   }
 
-  /** Give an order; it is carried out while a cell runs, too. */
-  async order(order: string, more: object = {}): Promise<any> {
+  /** Send a request and return the reply. The kernel also handles it while a cell runs. */
+  async request(action: string, more: object = {}): Promise<any> {
     const message = KernelMessage.createMessage({
-      msgType: ORDER as any,
+      msgType: REQUEST as any,
       channel: 'control',
       username: this._kernel.username,
       session: this._kernel.clientId,
-      content: { order, ...more } as any
+      content: { action, ...more } as any
     }) as any;
     const future = this._kernel.sendControlMessage(message, true);
-    const late = new Promise<never>((_, reject) =>
-      setTimeout(() => reject(new Error('The kernel does not answer.')), PATIENCE_MS)
+    const timeout = new Promise<never>((_, reject) =>
+      setTimeout(() => reject(new Error('The kernel does not reply.')), REPLY_TIMEOUT_MS)
     );
-    late.catch(() => future.dispose());
-    const { content } = (await Promise.race([future.done, late])) as any;
+    timeout.catch(() => future.dispose());
+    const { content } = (await Promise.race([future.done, timeout])) as any;
     if (content.error) {
       throw new Error(content.error);
     }
     return content;
   }
 
-  /** End what runs: the program on the replicas, else the cell. */
+  /** Interrupt the program on the replicas or, without one, the kernel's cell. */
   async interrupt(): Promise<void> {
-    const done = await this.order('interrupt').catch(() => ({}));
+    const done = await this.request('interrupt').catch(() => ({}));
     if (!done.interrupted) {
       await this._kernel.interrupt();
     }
   }
 
-  /** A page that was just loaded: has the kernel loaded distnb before? One that runs a cell tells it by itself. */
-  private async _ask(): Promise<void> {
+  /**
+   * Request a snapshot if the kernel has already loaded distnb. A kernel that runs a cell replies late, but sends
+   * snapshots anyway.
+   */
+  private async _requestSnapshot(): Promise<void> {
     try {
       const reply = await this._kernel.requestCommInfo({ target_name: NAME });
       if ('comms' in reply.content && NAME in reply.content.comms) {
-        this._take((await this.order('look')).snapshot);
+        this._update((await this.request('snapshot')).snapshot);
       }
     } catch {
-      // It has ended, or is another language's.
+      // The kernel has ended, or belongs to another language.
     }
   }
 
-  private _hear(_: unknown, message: KernelMessage.IIOPubMessage): void {
+  private _onMessage(_: unknown, message: KernelMessage.IIOPubMessage): void {
     const content = message.content as any;
     if (message.header.msg_type === 'comm_msg' && content.comm_id === NAME) {
       this._session = message.header.session;
-      if (this._session !== this._ended) {
-        this._take(content.data[NAME]);
+      if (this._session !== this._endedSession) {
+        this._update(content.data[NAME]);
       }
     }
   }
 
-  private _follow(_: unknown, status: Kernel.Status): void {
+  private _onStatus(_: unknown, status: Kernel.Status): void {
     const wasDead = this.isDead;
     this.isDead = status === 'dead' || (wasDead && status === 'unknown');
     if (status === 'restarting' || status === 'autorestarting' || wasDead !== this.isDead) {
-      this._ended = this._session;
-      this._take(null);
+      this._endedSession = this._session;
+      this._update(null);
     }
   }
 
-  private _take(snapshot: ISnapshot | null): void {
+  private _update(snapshot: ISnapshot | null): void {
     if (snapshot && !this._isWarm) {
-      // The first completion loads its library, longer than JupyterLab waits where the machine is busy: Tab shows nothing.
-      void this._kernel.requestComplete({ code: WARMS, cursor_pos: WARMS.length }).catch(() => undefined);
+      // A kernel's first completion loads a library. On a busy machine, that exceeds JupyterLab's limit, and Tab would
+      // show nothing.
+      void this._kernel.requestComplete({ code: WARM_UP_CODE, cursor_pos: WARM_UP_CODE.length }).catch(() => undefined);
     }
     this._isWarm = snapshot !== null;
     this.snapshot = snapshot;
@@ -148,8 +152,9 @@ export class KernelLink {
   }
 
   private _isWarm = false;
-  /** Of the process that told the latest, and of the one that ended last: what it told in its end comes late. */
+  /** The session id of the process that sent the latest snapshot. */
   private _session = '';
-  private _ended = '';
+  /** The session id of the process that ended last. Its late snapshots are ignored. */
+  private _endedSession = '';
   private static _links = new WeakMap<Kernel.IKernelConnection, KernelLink>();
 }

@@ -1,4 +1,4 @@
-// The side panel: the replicas of the notebook that is in front.
+// The side panel, which shows the replicas of the current notebook.
 
 import { NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
 import { closeIcon, LabIcon, listIcon, runIcon, SidePanel, stopIcon, ToolbarButton } from '@jupyterlab/ui-components';
@@ -11,7 +11,7 @@ import { KernelLink } from './kernel';
 const LINES = '%load_ext distnb\n%distnb start';
 
 export class ReplicasPanel extends SidePanel {
-  /** Emitted when another notebook's replicas are shown, or they have news. */
+  /** Emitted when the panel shows another notebook or a new snapshot. */
   readonly changed = new Signal<this, void>(this);
 
   constructor() {
@@ -32,11 +32,11 @@ export class ReplicasPanel extends SidePanel {
     this._stacks.setAttribute('aria-label', 'Stacks');
     const number = () => (this._count.value ? Number(this._count.value) : null);
     this._buttons = {
-      start: this._button('Start engines', runIcon, link => link.order('start', { n: number() })),
-      interrupt: this._button('Interrupt what runs; the engines stay', stopIcon, link => link.interrupt()),
-      stop: this._button('Stop the engines, and the cell that uses them', closeIcon, link => link.order('stop')),
+      start: this._button('Start engines', runIcon, link => link.request('start', { n: number() })),
+      interrupt: this._button('Interrupt the running program; the engines remain', stopIcon, link => link.interrupt()),
+      stop: this._button('Stop the running program and the engines', closeIcon, link => link.request('stop')),
       stacks: this._button('Stacks: where each replica is in its program', listIcon, async link => {
-        this._stacks.textContent = (await link.order('stacks')).text;
+        this._stacks.textContent = (await link.request('stacks')).text;
         this._stacksTitle.textContent = `Stacks at ${new Date().toLocaleTimeString()}`;
       })
     };
@@ -46,17 +46,17 @@ export class ReplicasPanel extends SidePanel {
     this.toolbar.addItem('interrupt', this._buttons.interrupt);
     this.toolbar.addItem('stop', this._buttons.stop);
     this.toolbar.addItem('stacks', this._buttons.stacks);
-    this._act.onclick = () => void this._action?.();
+    this._actionButton.onclick = () => void this._action?.();
     this._stacksPart = sectionOf(this._stacksTitle, this._stacks);
     this._cluster.append(this._head, this._engines, this._more, this._stacksPart);
     const content = new Widget();
     content.addClass('distnb-content');
-    content.node.append(this._notebook, this._message, this._lines, this._act, this._error, this._cluster);
+    content.node.append(this._notebook, this._message, this._lines, this._actionButton, this._error, this._cluster);
     this.addWidget(content);
     this.follow(null);
   }
 
-  /** What the kernel told last. */
+  /** The connection to the current notebook's kernel. */
   get link(): KernelLink | null {
     return this._link;
   }
@@ -81,29 +81,29 @@ export class ReplicasPanel extends SidePanel {
   }
 
   private _draw(): void {
-    const told = this._link?.snapshot ?? null;
+    const snapshot = this._link?.snapshot ?? null;
     this._notebook.textContent = this._panel?.title.label ?? '';
     this._explain();
-    this._cluster.hidden = told === null;
-    this._error.textContent = this._failure || told?.error || '';
-    const engines = told?.engines ?? null;
-    const busy = Boolean(told?.doing);
-    this._buttons.start.enabled = told !== null && !busy && engines === null;
+    this._cluster.hidden = snapshot === null;
+    this._error.textContent = this._failure || snapshot?.error || '';
+    const engines = snapshot?.engines ?? null;
+    const busy = Boolean(snapshot?.doing);
+    this._buttons.start.enabled = snapshot !== null && !busy && engines === null;
     this._count.disabled = !this._buttons.start.enabled;
     this._buttons.stop.enabled = !busy && engines !== null;
     this._buttons.interrupt.enabled = this._buttons.stacks.enabled = engines !== null;
     const ready = engines ? `${engines.length} ${engines.length > 1 ? 'engines are' : 'engine is'} ready.` : 'No engines are running.';
-    this._head.replaceChildren(...(told?.doing || !told?.head ? [told?.doing || ready] : headRow(told.head)));
+    this._head.replaceChildren(...(snapshot?.doing || !snapshot?.head ? [snapshot?.doing || ready] : headRow(snapshot.head)));
     this._engines.replaceChildren(...(engines ?? []).map(engineRow));
     this._more.replaceChildren(
-      ...(told?.told ?? []).map(line => element('div', 'distnb-told', line)),
-      ...(told?.curves.length ? [sectionOf(element('h3', '', 'Values'), ...told.curves.map(each => curve(each.name, each.lines)))] : [])
+      ...(snapshot?.lines ?? []).map(line => element('div', 'distnb-line', line)),
+      ...(snapshot?.curves.length ? [sectionOf(element('h3', '', 'Values'), ...snapshot.curves.map(each => curve(each.name, each.lines)))] : [])
     );
     this._stacksPart.hidden = !this._stacks.textContent;
     this.changed.emit();
   }
 
-  /** Say why there is nothing to show, and offer what would change that. */
+  /** If there is nothing to show, show the reason and a button that helps. */
   private _explain(): void {
     const context = this._panel?.sessionContext;
     const starts = ['starting', 'restarting', 'autorestarting', 'connecting'].includes(context?.kernelDisplayStatus ?? '');
@@ -111,7 +111,7 @@ export class ReplicasPanel extends SidePanel {
     if (!this._panel) {
       message = 'Open a notebook to see its replicas.';
     } else if (!this._link || this._link.isDead) {
-      message = starts ? 'The kernel is starting …' : 'The kernel of this notebook has ended, and its engines with it.';
+      message = starts ? 'The kernel is starting …' : 'The kernel of this notebook and its engines have ended.';
       label = starts ? '' : 'Start a kernel';
       this._action = () => (this._link ? context?.restartKernel() : context?.startKernel());
     } else if (!this._link.snapshot) {
@@ -119,7 +119,7 @@ export class ReplicasPanel extends SidePanel {
       [lines, label] = [LINES, 'Insert as a cell'];
       this._action = () => this._insert();
     }
-    for (const [node, text] of [[this._message, message], [this._lines, lines], [this._act, label]] as const) {
+    for (const [node, text] of [[this._message, message], [this._lines, lines], [this._actionButton, label]] as const) {
       node.textContent = text;
     }
   }
@@ -157,7 +157,7 @@ export class ReplicasPanel extends SidePanel {
   private _notebook = element('div', 'distnb-notebook');
   private _message = element('p');
   private _lines = element('pre');
-  private _act = document.createElement('jp-button');
+  private _actionButton = document.createElement('jp-button');
   private _cluster = element('div');
   private _error = element('p', 'distnb-error');
   private _head = element('div', 'distnb-head');

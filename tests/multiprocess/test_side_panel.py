@@ -35,15 +35,15 @@ class Page:
         self._client.load_connection_file()
         self._client.start_channels()
 
-    def order(self, order: str, **more: Any) -> dict[str, Any]:
-        """Send an order on the control channel, and return the reply."""
-        message = self._client.session.msg("distnb_order", {"order": order, **more})
+    def request(self, action: str, **more: Any) -> dict[str, Any]:
+        """Send a request on the control channel, and return the reply."""
+        message = self._client.session.msg("distnb_request", {"action": action, **more})
         self._client.control_channel.send(message)
         while True:
-            answer = self._client.get_control_msg(timeout=LIMIT_S)
-            if answer["parent_header"]["msg_id"] == message["header"]["msg_id"]:
-                assert answer["msg_type"] == "distnb_reply"
-                return dict(answer["content"])
+            reply = self._client.get_control_msg(timeout=LIMIT_S)
+            if reply["parent_header"]["msg_id"] == message["header"]["msg_id"]:
+                assert reply["msg_type"] == "distnb_reply"
+                return dict(reply["content"])
 
     def received(self) -> Iterator[dict[str, Any]]:
         """Yield messages as they arrive; raise an AssertionError if none arrives any more."""
@@ -107,13 +107,13 @@ def test_a_page_and_a_terminal_show_and_end_a_hanging_cell(notebook: Notebook) -
         assert (loss["name"], [line["mark"] for line in loss["lines"]]) == ("loss", ["[0-1]"])
         assert len(loss["lines"][0]["points"]) <= 60
 
-        text = page.order("stacks")["text"]
+        text = page.request("stacks")["text"]
         assert text.count("time.sleep(0.01)") == 2, text
         states = (m["content"]["execution_state"] for m in page.received() if m["msg_type"] == "status")
         assert (next(states), next(states), next(states)) == ("busy", "idle", "busy"), (
             "the cell continues, and is shown as running"
         )
-        assert page.order("nonsense")["error"] == "distnb has no order 'nonsense'."
+        assert page.request("nonsense")["error"] == "distnb has no action 'nonsense'."
 
         seen = terminal(notebook, "stacks")
         assert seen.returncode == 0, seen
@@ -122,32 +122,32 @@ def test_a_page_and_a_terminal_show_and_end_a_hanging_cell(notebook: Notebook) -
         assert text in seen.stdout.replace("\n\n", "\n") + "\n"
         assert "has no cluster" in terminal(notebook, "stacks", "1").stderr
 
-        assert page.order("interrupt") == {"interrupted": True}
+        assert page.request("interrupt") == {"interrupted": True}
         assert notebook.finish(cell, HANG).error_name == "KeyboardInterrupt"
-        state = page.order("look")["snapshot"]
+        state = page.request("snapshot")["snapshot"]
         assert not state["running"]
         assert state["head"]["state"] == "interrupted"
-        assert page.order("interrupt") == {"interrupted": False}
+        assert page.request("interrupt") == {"interrupted": False}
     assert "idle" in terminal(notebook, "stacks").stdout
 
 
 def test_engines_can_be_ended_and_started_from_a_page_while_cells_run() -> None:
     with Notebook() as notebook, new_page(notebook) as page:
         notebook.run("import distnb, time")
-        assert page.order("look")["snapshot"]["engines"] is None
-        assert "No cluster is running" in page.order("stacks")["error"]
+        assert page.request("snapshot")["snapshot"]["engines"] is None
+        assert "No cluster is running" in page.request("stacks")["error"]
         waits = notebook.start("while distnb.notebook.compose.current() is None:\n    time.sleep(0.01)")
-        assert page.order("start", n=2) == {}
+        assert page.request("start", n=2) == {}
         state = next(each for each in page.snapshots() if each["doing"])
         assert state["doing"].startswith(("starting", "0 of 2 engines"))
         page.wait_for(["idle", "idle"])
         notebook.finish(waits).check()
-        assert page.order("start", n=2) == {}
+        assert page.request("start", n=2) == {}
         assert "is running already" in next(each for each in page.snapshots() if each["error"])["error"]
 
         cell = notebook.start(HANG)
         notebook.wait_for_output(cell, "begun")
-        assert page.order("stop") == {}
+        assert page.request("stop") == {}
         ran = notebook.finish(cell, HANG)
         assert ran.error_name == "KeyboardInterrupt", ran
         next(each for each in page.snapshots() if each["engines"] is None and not each["doing"])

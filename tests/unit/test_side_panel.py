@@ -51,7 +51,7 @@ def kinds(state: dict[str, Any]) -> list[tuple[str, str]]:
 
 def test_states_of_engines_follow_replicas_and_processes() -> None:
     model, idle = running_model(), session("idle", "idle")
-    assert snapshot(None, None, {}, 0.0) == {"engines": None, "running": False, "head": None, "told": [], "curves": []}
+    assert snapshot(None, None, {}, 0.0) == {"engines": None, "running": False, "head": None, "lines": [], "curves": []}
     assert kinds(snapshot(idle, None, {}, 0.0)) == [("idle", "idle")] * 2
     assert kinds(snapshot(idle, model, {}, 0.0)) == [("running", "running")] * 2
     model.feed(ProgramEnded(engine=1, program=1, status="error", summary="ValueError", where="cell 1, line 3"), 1.0)
@@ -100,7 +100,7 @@ def test_machines_are_named_if_there_are_several() -> None:
     assert [engine["place"] for engine in state["engines"]] == ["cpu:0 of a", "cpu:1 of b"]
     assert [engine["memory"] for engine in state["engines"]] == [
         [],
-        [{"what": "memory", "taken": 5, "all": 9}, {"what": "on device", "taken": 7, "all": None}],
+        [{"name": "memory", "used": 5, "total": 9}, {"name": "on device", "used": 7, "total": None}],
     ]
 
 
@@ -127,7 +127,7 @@ def test_an_order_always_gets_an_answer(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(panel, "_stacks", fail)
 
     async def take() -> None:
-        panel._handle_order(None, [], {"content": {"order": "stacks"}})
+        panel._handle_request(None, [], {"content": {"action": "stacks"}})
 
     asyncio.run(take())
     assert sent == [("distnb_reply", {"error": "[Errno 9] Bad file descriptor"})]

@@ -1,1 +1,1 @@
-"""The kernel's side of the JupyterLab extension (`extension/`): the panel's content, and the orders that it sends."""
+"""The kernel's side of the JupyterLab extension (`extension/`): the panel's content, and the requests that it sends."""

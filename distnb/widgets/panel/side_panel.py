@@ -1,10 +1,10 @@
-"""The connection between a kernel and the pages that show it.
+"""The connection between a kernel and the pages that show its notebook.
 
-To the pages: a whole snapshot as a message on iopub, whenever a state has changed, and each second while a cell runs.
-It is sent as a comm's message, which front ends without the extension ignore.
+To the pages, the kernel publishes a complete snapshot on iopub whenever a state has changed, and each second while a
+cell runs. The snapshot is a comm message, which front ends without the extension ignore.
 
-From the pages: orders as messages on the control channel, which a kernel serves on a separate thread while a cell runs.
-(In some versions of ipykernel, callbacks of comms wait until the cell has ended.)
+The pages send requests on the control channel, which a kernel serves on a separate thread while a cell runs. (In some
+versions of ipykernel, comm callbacks wait until the cell has ended.)
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from distnb.widgets.front import Front
     from distnb.wire.messages import TelemetrySample
 
-__all__ = ["NAME", "ORDER", "SidePanel"]
+__all__ = ["NAME", "REQUEST", "SidePanel"]
 
 NAME: Final = "distnb"
-"""The comm's target and id. A page finds out by it whether a kernel has loaded distnb."""
+"""The comm's target and id. A page looks for it in a kernel to detect whether the kernel has loaded distnb."""
 
-ORDER: Final = "distnb_order"
-"""The type of the messages that pages send on the control channel. The answer's type is `distnb_reply`."""
+REQUEST: Final = "distnb_request"
+"""The type of the messages that pages send on the control channel. The reply's type is `distnb_reply`."""
 
 _SOONEST_S = 0.2
 _PERIOD_S = 1.0
@@ -43,7 +43,7 @@ _KEPT_MARKS = 100
 
 
 class SidePanel:
-    """The publisher of a front's content, and the receiver of the pages' orders.
+    """The publisher of a front's content, and the handler of the pages' requests.
 
     Args:
         kernel: The ipykernel kernel.
@@ -59,12 +59,12 @@ class SidePanel:
         self._error = ""  # the reason why the latest start or stop failed
         self._acting = threading.Lock()
         self._published: dict[str, Any] = {}
-        self._complained = False
+        self._has_printed_error = False
 
     def install(self) -> None:
-        """Publish snapshots and accept orders from now on."""
+        """Start to publish snapshots and to accept requests."""
         comm.get_comm_manager().register_comm(comm.create_comm(target_name=NAME, comm_id=NAME, primary=False))
-        self._kernel.control_handlers[ORDER] = self._handle_order
+        self._kernel.control_handlers[REQUEST] = self._handle_request
         self._front.on_news = self._wake.set
         self._front.on_end = self._ended
         threading.Thread(target=self._serve, name="distnb-panel", daemon=True).start()
@@ -77,9 +77,9 @@ class SidePanel:
             self._wake.clear()
             try:
                 self._publish()
-            except Exception:  # noqa: BLE001  (an error must not end the thread, which shows everything else)
-                if not self._complained:
-                    self._complained = True
+            except Exception:  # noqa: BLE001  (an error must not end the thread)
+                if not self._has_printed_error:
+                    self._has_printed_error = True
                     traceback.print_exc(file=sys.__stderr__)
             time.sleep(_SOONEST_S)
 
@@ -88,11 +88,11 @@ class SidePanel:
         if state != self._published or self._front.busy:
             self._published = state
             content = {"comm_id": NAME, "data": {NAME: state}}
-            # Without a parent the message belongs to no cell, and clients that wait for a cell's output ignore it.
+            # A message without a parent belongs to no cell, so clients that wait for a cell's output ignore it.
             self._kernel.session.send(self._kernel.iopub_socket, "comm_msg", content, ident=f"comm-{NAME}".encode())
 
     def state(self) -> dict[str, Any]:
-        """Return the whole snapshot. Any thread may call this."""
+        """Return the complete snapshot. Any thread may call this."""
         return {**self._front.read(self._draw), "doing": self._doing, "error": self._error}
 
     def _draw(self, views: list[CellView], samples: Mapping[int, TelemetrySample]) -> dict[str, Any]:
@@ -112,34 +112,34 @@ class SidePanel:
                 del self._marks[next(iter(self._marks))]
 
     def _ended(self, view: CellView) -> None:
-        """Mark a cell that has ended, because the front may forget it before the next snapshot is drawn."""
+        """Update the mark of a cell that has ended, because the front may drop the cell before the next snapshot."""
         self._mark(view)
         self._wake.set()
 
     # -- from the pages --------------------------------------------------------------------------------------------
 
-    def _handle_order(self, stream: Any, idents: Any, message: dict[str, Any]) -> None:
-        """Carry out an order on the kernel's control thread. Starts and stops run on threads of their own."""
-        orders: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-            "look": lambda content: {"snapshot": self.state()},
+    def _handle_request(self, stream: Any, idents: Any, message: dict[str, Any]) -> None:
+        """Handle a request on the kernel's control thread. Starts and stops run on separate threads."""
+        actions: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "snapshot": lambda content: {"snapshot": self.state()},
             "stacks": lambda content: {"text": self._stacks()},
             "interrupt": lambda content: {"interrupted": self._interrupt()},
-            "start": lambda content: self._act(lambda: self._start(content.get("n"))),
-            "stop": lambda content: self._act(self._stop),
+            "start": lambda content: self._run_in_thread(lambda: self._start(content.get("n"))),
+            "stop": lambda content: self._run_in_thread(self._stop),
         }
         content = message["content"]
-        order = orders.get(str(content.get("order")))
+        action = actions.get(str(content.get("action")))
         try:
-            answer = order(content) if order else {"error": f"distnb has no order {content.get('order')!r}."}
-        except Exception as error:  # noqa: BLE001  (the page waits for an answer in any case)
-            answer = {"error": str(error) or type(error).__name__}
-        self._kernel.session.send(stream, "distnb_reply", answer, parent=message, ident=idents)
+            reply = action(content) if action else {"error": f"distnb has no action {content.get('action')!r}."}
+        except Exception as error:  # noqa: BLE001  (the page waits for a reply in any case)
+            reply = {"error": str(error) or type(error).__name__}
+        self._kernel.session.send(stream, "distnb_reply", reply, parent=message, ident=idents)
         asyncio.get_running_loop().call_soon(self._publish_busy)
 
     def _publish_busy(self) -> None:
         """Publish that the kernel is busy, if a cell runs.
 
-        A kernel publishes "idle" after each message of the control channel, and pages take that for the cell's end.
+        A kernel publishes "idle" after each message of the control channel, and pages interpret that as the cell's end.
         """
         if self._front.busy:
             content = {"execution_state": "busy"}
@@ -152,12 +152,12 @@ class SidePanel:
         session = compose.current()
         return session is not None and session.interrupt()
 
-    def _act(self, action: Callable[[], None]) -> dict[str, Any]:
-        """Run a slow action on a thread of its own. The snapshots show its progress."""
+    def _run_in_thread(self, action: Callable[[], None]) -> dict[str, Any]:
+        """Run a slow action on a separate thread. The snapshots show its progress."""
         if not self._acting.acquire(blocking=False):
             return {"error": f"distnb is still starting or stopping engines ({self._doing}). Try again later."}
 
-        def act() -> None:
+        def run() -> None:
             try:
                 action()
             except Exception as error:  # noqa: BLE001  (the page shows any error to the user)
@@ -168,7 +168,7 @@ class SidePanel:
                 self._wake.set()
 
         self._error = ""
-        threading.Thread(target=act, name="distnb-order", daemon=True).start()
+        threading.Thread(target=run, name="distnb-request", daemon=True).start()
         return {}
 
     def _report(self, text: str) -> None:

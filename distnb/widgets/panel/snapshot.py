@@ -1,4 +1,4 @@
-"""The panel's content as plain data for JSON. It is whole each time, so that a page that was reloaded needs no more."""
+"""The panel's content as JSON data. Each snapshot is complete, so that a reloaded page needs no earlier one."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def snapshot(
         samples: The latest sample of each engine.
 
     Returns:
-        A dict with `engines` (None without a cluster), `head` (see `content.Head`), `told` (waits and closures in
+        A dict with `engines` (None without a cluster), `head` (see `content.Head`), `lines` (waits and closures in
         words), `curves`, and `running`: True while the cell runs.
     """
     try:
         engines = None if session is None else _engines(session.status(), model, samples)
-    except DistnbError:  # it is being stopped
+    except DistnbError:  # the session is being stopped
         engines = None
     if model is None:
-        return {"engines": engines, "running": False, "head": None, "told": [], "curves": []}
+        return {"engines": engines, "running": False, "head": None, "lines": [], "curves": []}
     return {
         "engines": engines,
         "running": model.ended_at is None,
         "head": asdict(head(model, now)),
-        "told": [*model.waits.lines(now), *([] if model.closures is None else closures_lines(model.closures))],
+        "lines": [*model.waits.lines(now), *([] if model.closures is None else closures_lines(model.closures))],
         "curves": [_curve(curve) for curve in list(model.curves.values())[:_MOST_CURVES]],
     }
 
 
 def mark_of(model: LiveModel) -> dict[str, Any] | None:
-    """Return a cell's mark: its strategy, its state, and the states of its replicas; None if it has none of these."""
+    """Return a cell's mark: its strategy, its state, and the states of its replicas; None for an ordinary cell."""
     if not (model.title or model.rows):
         return None
     rows = [f"{replica} on {row.device}: {row.state}" for replica, row in sorted(model.rows.items())]
@@ -79,12 +79,12 @@ def _engines(
 
 
 def _memory(sample: TelemetrySample | None) -> list[dict[str, Any]]:
-    """Return an engine's bytes and the total of each memory: its machine's, and its accelerator's."""
+    """Return the bytes that an engine uses of its machine's and its accelerator's memory, with the total of each."""
     if sample is None:
         return []
-    taken = [("memory", sample.rss_nbytes, sample.host_nbytes)]
-    taken.append(("on device", sample.device_nbytes or 0, sample.accelerator_nbytes))
-    return [{"what": what, "taken": own, "all": whole} for what, own, whole in taken if own]
+    memories = [("memory", sample.rss_nbytes, sample.host_nbytes)]
+    memories.append(("on device", sample.device_nbytes or 0, sample.accelerator_nbytes))
+    return [{"name": name, "used": used, "total": total} for name, used, total in memories if used]
 
 
 def _state(status: EngineStatus, row: ReplicaRow | None) -> dict[str, str]:
@@ -93,7 +93,7 @@ def _state(status: EngineStatus, row: ReplicaRow | None) -> dict[str, str]:
         return {"state": status.state, "kind": "busy", "at": ""}
     if status.state != "idle":
         return {"state": status.state, "kind": "error", "at": ""}
-    if row is None or row.state in ("ended", "died"):  # a dead one was replaced, since the engine runs
+    if row is None or row.state in ("ended", "died"):  # the engine runs, so a dead process was replaced
         return {"state": "idle", "kind": "idle", "at": ""}
     kind = {"running": "running", "failed": "error"}.get(row.state, "idle")
     return {"state": row.state, "kind": kind, "at": row.where}

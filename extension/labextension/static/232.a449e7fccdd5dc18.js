@@ -46,7 +46,7 @@
 .distnb-facts,
 .distnb-at,
 .distnb-memory,
-.distnb-told {
+.distnb-line {
   color: var(--jp-ui-font-color2);
 }
 
@@ -218,7 +218,7 @@
   color: var(--jp-ui-font-color2);
 }
 
-/* A cell's state is its badge's words; the edge shows it from afar, and differs by its line too. */
+/* The badge shows a cell's state in words. The edge shows it by colour and line style. */
 .jp-Cell[data-distnb] .jp-InputArea-editor {
   border-left: 4px double var(--jp-border-color0);
 }
