@@ -27,7 +27,9 @@ _dist.init_process_group = _init_and_keep
 """
 
 
-@pytest.mark.parametrize("name", ["ddp_tutorial", "accelerate_loop", "fabric_loop"])
+@pytest.mark.parametrize(
+    "name", ["ddp_tutorial", "accelerate_loop", pytest.param("fabric_loop", marks=pytest.mark.soak)]
+)
 def test_a_program_gives_the_same_numbers_as_under_torchrun(notebook: Notebook, name: str) -> None:
     runs_alike(notebook, (PROGRAMS / f"{name}.py").read_text(encoding="utf-8"))
 

@@ -244,6 +244,7 @@ with open(f"found{rank}.json", "w") as file:
 """
 
 
+@pytest.mark.soak  # test_multi_worker.py has such workers, and tests/unit the division of their data
 def test_two_workers_of_two_replicas_read_their_own_pipelines() -> None:
     run = [sys.executable, "-m", "distnb", "run", "SCRIPT", "-n", "2"]
     names = ["worker 0", "worker 1"]

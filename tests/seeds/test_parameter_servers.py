@@ -171,6 +171,7 @@ print(json.dumps([first, found]))
     check(again, 2, 3)
 
 
+@pytest.mark.soak  # tests/multiprocess/test_roles.py starts every task, too, and the cells below train the same
 def test_one_program_runs_as_every_task(tmp_path: Path) -> None:
     """Run chief, workers, servers and an evaluator through TF_CONFIG."""
     names = ["chief 0", "worker 0", "worker 1", "ps 0", "ps 1", "evaluator 0"]
