@@ -194,7 +194,9 @@ def test_servers_are_waited_for_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parameter_servers_require_a_cluster() -> None:
-    with pytest.raises(NoClusterError, match=r"no cluster is running\. Start one with %distnb start --workers 2 --ps 1"):
+    with pytest.raises(
+        NoClusterError, match=r"no cluster is running\. Start one with %distnb start --workers 2 --ps 1"
+    ):
         require()
     with pytest.raises(OptionError, match="has no ps"):
         require(SimpleClusterResolver({"worker": ["a:1"]}))
