@@ -90,7 +90,7 @@ def test_a_restarted_kernel_leaves_no_view_that_claims_to_run(chrome: Any, front
         assert badge.inner_text() == "mirrored · 2 replicas · the kernel ended"
 
         notebook.page.evaluate(f"() => {context}.shutdown()")
-        notebook.see(lambda: "has ended, and its engines with it" in panel.inner_text())
+        notebook.see(lambda: "and its engines have ended" in panel.inner_text())
         panel.get_by_text("Start a kernel").click()
         notebook.see(lambda: "has not loaded distnb" in panel.inner_text())
 

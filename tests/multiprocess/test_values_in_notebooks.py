@@ -118,7 +118,7 @@ strategy.run(lambda: total.assign_add(float(distnb.replica_id() + 1)))"""
     )
     drawn = page(made.run("total"))
     assert "DRIFT" not in drawn
-    assert "they read together" in drawn
+    assert "A read combines the parts" in drawn
 
 
 def test_visualize_shows_the_parts_of_each_replica(made: Notebook) -> None:
