@@ -66,6 +66,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 _KEPT = ("pytest-of-", "torchinductor_")  # pytest's tmp_path, and torch.compile's cache
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if "not soak" not in config.option.markexpr:
+        warm_python.hash_seeds = 2
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     warm_python.close()
     warm_engines.close()

@@ -1,8 +1,8 @@
 """Python processes that need not import torch, because they are forked from a process that has.
 
 `start` replaces `subprocess.Popen([sys.executable, script])` for the tests' scripts, and takes milliseconds instead of
-seconds. Scripts are forked from two processes with different hash seeds, because programs must not rely on an equal
-order of sets on all ranks. These start with the first script, and end with the process that started them.
+seconds. The process that they are forked from starts with the first script, and ends with the process that started it.
+In soak there are two, with different hash seeds, because programs must not rely on an equal order of sets on all ranks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _ROOT = Path(__file__).parents[1]
 # Large modules that nearly every script loads. torch would load some of them at an optimizer's first step.
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "sklearn.datasets", "torchmetrics")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+hash_seeds = 1
+"""The number of different hash seeds of scripts. Each costs seconds."""
 
 
 class Forked:
@@ -72,7 +75,7 @@ def start(
 
     Args:
         script: The file of the script.
-        number: The number of the script. Even ones have another hash seed than odd ones.
+        number: The number of the script. In soak even ones have another hash seed than odd ones.
         env: The whole environment. Except for PYTHONPATH, what Python and torch read at their start has no effect.
         out, err: Files for its output. Further files appear next to the first one.
         cwd: The working directory; by default, the caller's.
@@ -81,7 +84,7 @@ def start(
     for file in (out, err):
         file.touch()  # before the process has begun, its output is empty
     asked = {"script": str(script), "env": dict(env), "out": str(out), "err": str(err), "status_file": str(status_file)}
-    return Forked(_server(number % 2).fork({**asked, "cwd": str(cwd or Path.cwd())}), status_file)
+    return Forked(_server(number).fork({**asked, "cwd": str(cwd or Path.cwd())}), status_file)
 
 
 # -- the process to be forked, as it is seen from here ----------------------------------------------------------------
@@ -110,10 +113,10 @@ class _Server:
 _servers: list[_Server] = []
 
 
-def _server(which: int) -> _Server:
+def _server(number: int) -> _Server:
     if not _servers:
-        _servers.extend((_Server(), _Server()))  # both load at the same time
-    return _servers[which]
+        _servers.extend(_Server() for _ in range(hash_seeds))  # all load at the same time
+    return _servers[number % hash_seeds]
 
 
 def close() -> None:
