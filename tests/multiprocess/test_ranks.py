@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import processes, ranks
+from tests import processes, ranks, warm_python
 from tests.ranks import run_ranks
 from tests.warm_python import Forked
 
@@ -40,7 +40,8 @@ def test_ranks_are_like_processes_that_have_just_started():
     """
     first, second, third = (rank.check() for rank in run_ranks(program, 3))
     assert not set(first.result["own"][1:]) & set(third.result["own"][1:]), "forked from one process"
-    assert not set(first.result["own"]) & set(second.result["own"])
+    assert not set(first.result["own"][1:]) & set(second.result["own"][1:])
+    assert (first.result["own"][0] == second.result["own"][0]) == (warm_python.hash_seeds == 1)
     assert first.result["common"] == second.result["common"] == (True, "__main__", True, False)
     assert first.result["threads"] == second.result["threads"] == (1, ["MainThread"])
     assert first.stdout == second.stdout == "the end\n"
