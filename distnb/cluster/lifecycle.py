@@ -170,6 +170,7 @@ class Cluster:
                 raise NoClusterError("There is no running cluster whose engines could be restarted. Start one first.")
             self._end(self._processes, engines)
             try:
+                self.launcher.prepare(engines, on_progress)
                 self._launch(self._processes, engines)
                 self._wait_until_ready(self._processes, engines, on_progress, _START_TIMEOUT_S)
             except BaseException:

@@ -44,6 +44,11 @@ class StartOptions:
     cluster_resolver: ClusterResolver | None = None
     secret: str | os.PathLike[str] | None = None
     launcher_args: Sequence[str] = ()
+    ray: str | bool | None = None
+    cpus_per_engine: float | None = None
+    gpus_per_engine: float | None = None
+    spread: bool = False
+    wait: float | None = None
     data_limit: int | str = DATA_LIMIT_NBYTES
     tasks: tuple[Task, ...] = field(init=False)
     data_limit_nbytes: int = field(init=False)

@@ -162,6 +162,17 @@ def _start(parser: LineParser) -> None:
     add("--ssh-args", metavar="TEXT", default="", type=shlex.split, help='arguments for ssh: "-p 2222"')
     add("--launcher", metavar="WORD", help="launcher of the engines: ssh, slurm, mpi, or server")
     add("--launcher-args", metavar="TEXT", default="", type=shlex.split, help="arguments for srun or mpiexec")
+    add(
+        "--ray",
+        metavar="ADDRESS",
+        nargs="?",
+        const="auto",
+        help="run the engines on a Ray cluster (default: the one of this machine)",
+    )
+    add("--cpus-per-engine", metavar="N", type=float, help="CPUs that Ray reserves per engine (default: 1)")
+    add("--gpus-per-engine", metavar="N", type=float, help="GPUs per engine on Ray (default: 1 if there are any)")
+    add("--spread", action="store_true", help="let Ray put the engines on as many nodes as possible")
+    add("--wait", metavar="SECONDS", type=float, help="time to wait for Ray's autoscaler")
     add("--resolver", metavar="WORD", help="source of the machines' names: slurm, tfconfig, kubernetes, or a variable")
     add("--secret", metavar="FILE", help="file with the secret of the waiting servers")
     add(

@@ -95,6 +95,11 @@ def start(
     cluster_resolver: ClusterResolver | None = None,
     secret: str | os.PathLike[str] | None = None,
     launcher_args: Sequence[str] = (),
+    ray: str | bool | None = None,
+    cpus_per_engine: float | None = None,
+    gpus_per_engine: float | None = None,
+    spread: bool = False,
+    wait: float | None = None,
     data_limit: int | str = DATA_LIMIT_NBYTES,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Session:
@@ -138,6 +143,13 @@ def start(
             DISTNB_SECRET_FILE names. Without that variable, if all servers listen on loopback, the user's own secret
             file is used.
         launcher_args: More arguments for srun or mpiexec.
+        ray: True for engines on the Ray cluster of this machine, or the cluster's address, such as "10.0.0.5:6379".
+            This process must run on a node of the cluster or in its network. Ray reserves resources for each engine in
+            one placement group, and frees them when the session or this process ends.
+        cpus_per_engine, gpus_per_engine: The resources that Ray reserves for each engine. By default one CPU and, if
+            the cluster has GPUs, one GPU.
+        spread: Whether Ray puts the engines on as many nodes as possible instead of as few as possible.
+        wait: The time in seconds to wait for Ray's autoscaler to add nodes.
         data_limit: The size, in bytes or as text ("2 GB"), above which data that a cell assigns stays on the engines.
             The notebook then has a handle of it.
         on_progress: Called with a text whenever the start makes progress.
@@ -174,6 +186,11 @@ def start(
         cluster_resolver=cluster_resolver,
         secret=secret,
         launcher_args=launcher_args,
+        ray=ray or None,
+        cpus_per_engine=cpus_per_engine,
+        gpus_per_engine=gpus_per_engine,
+        spread=spread,
+        wait=wait,
         data_limit=data_limit,
     )
     return start_with(options, on_progress)

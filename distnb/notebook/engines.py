@@ -302,6 +302,7 @@ class Engines:
         if cluster is not None:
             cluster.stop()
         self._processes.close()
+        self._plan.close()
         self._namespace.close()
         self.supervisor.close()
         self.dispatch.close()

@@ -119,7 +119,11 @@ class Session:
         plan = make_plan(options, read_host_options(options), on_progress)
         for notice in plan.notices:
             print(f"distnb: {notice}", file=sys.stderr)
-        session = cls(user_ns, plan)
+        try:
+            session = cls(user_ns, plan)
+        except BaseException:
+            plan.close()
+            raise
         try:
             session._engines.start(on_progress)
             answers = {"stacks": partial(stacks_text, session), "process": partial(process_text, session)}

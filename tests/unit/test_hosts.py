@@ -23,6 +23,7 @@ from distnb.cluster.remote.base import Hosts, Transport, probe
 from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.remote.hosts import HostOptions, are_workers, make_plan, read_host_options
 from distnb.cluster.remote.node_agent import Assignment
+from distnb.cluster.remote.ray_nodes import RayOptions
 from distnb.cluster.remote.srun import Slurm
 from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver, TFConfigClusterResolver
 from distnb.cluster.start_options import StartOptions
@@ -166,11 +167,31 @@ def test_engines_are_distributed_over_machines(monkeypatch: pytest.MonkeyPatch) 
         ({"hosts": ["a b"]}, "is not the name of a machine"),
         ({"hosts": ["a", "b", "a"]}, "more than once"),
         ({"hosts": ["a"], "ssh_args": "-v"}, "give a list of words"),
+        ({"ray": True, "n": 2, "hosts": ["a"]}, r"hosts=\['a'\] does not apply to engines on a Ray cluster"),
+        ({"ray": True, "n": 2, "launcher": "ssh"}, "launcher='ssh' and ray=True contradict each other"),
+        ({"ray": True, "workers": 2, "ps": 1, "replicas_per_worker": 2}, "replicas_per_worker=2 does not apply"),
+        ({"ray": True, "n": 2, "cpus_per_engine": -1}, "cpus_per_engine=-1: give a number, 0 or more"),
+        ({"n": 2, "gpus_per_engine": 1}, "gpus_per_engine=1 is for engines on a Ray cluster. Give ray=True"),
+        ({"n": 2, "spread": True}, "spread=True is for engines on a Ray cluster"),
     ],
 )
 def test_invalid_options_are_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(OptionError, match=text):
         read_options(**given)
+
+
+def test_a_ray_cluster_has_a_bundle_for_each_engine() -> None:
+    found = read_options(ray="10.0.0.5:6379", n=3, gpus_per_engine=0.5, spread=True, wait=60)
+    assert found is not None
+    assert found.hosts == ("ray-0", "ray-1", "ray-2")
+    assert found.ray == RayOptions("10.0.0.5:6379", cpus=1.0, gpus=0.5, spread=True, wait_s=60)
+    roles = read_options(ray=True, workers=2, ps=1)
+    assert roles is not None
+    assert {str(task): host for task, host in roles.tasks.items()} == {
+        "worker 0": "ray-0",
+        "worker 1": "ray-1",
+        "ps 0": "ray-2",
+    }
 
 
 def test_a_notebook_listens_on_the_address_of_its_launcher() -> None:

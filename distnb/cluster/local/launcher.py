@@ -47,6 +47,15 @@ class Launcher(ABC):
     has_controller: bool
     patience_s: float
 
+    def prepare(  # noqa: B027  (most launchers need no preparation)
+        self, engines: Sequence[int], on_progress: Callable[[str], None]
+    ) -> None:
+        """Prepare for a launch of these engines. Unlike `launch`, this may wait for long.
+
+        Raises:
+            StartError: A machine is not available.
+        """
+
     @abstractmethod
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded

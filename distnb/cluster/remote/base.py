@@ -56,6 +56,18 @@ _CHUNK = 1 << 16
 class Transport(ABC):
     """A way to start node agents on other machines and to communicate with them."""
 
+    def prepare(  # noqa: B027  (most transports need no preparation)
+        self, hosts: Sequence[str], on_progress: Callable[[str], None]
+    ) -> None:
+        """Prepare for commands on these machines, before each start of engines there. May take long.
+
+        Raises:
+            StartError: A machine is not available.
+        """
+
+    def close(self) -> None:  # noqa: B027  (most transports have no resources)
+        """Release the resources of the transport, after the engines have ended."""
+
     @abstractmethod
     def command(self, host: str, task: str) -> list[str]:
         """Return the command that runs a node agent on a machine.
@@ -106,6 +118,10 @@ class Hosts(Launcher):
         self._address = address
         self._transport = transport
         self._links: dict[int, _AgentLink] = {}  # by the pid of the local process that is connected to a node agent
+
+    def prepare(self, engines: Sequence[int], on_progress: Callable[[str], None]) -> None:
+        """Prepare the machines of these engines."""
+        self._transport.prepare(list(dict.fromkeys(self._hosts[engine] for engine in engines)), on_progress)
 
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded

@@ -16,6 +16,7 @@ from distnb.cluster.local.launcher import Launcher
 from distnb.cluster.network import listening_address
 from distnb.cluster.remote.base import Hosts, Transport, probe
 from distnb.cluster.remote.mpiexec import MPI
+from distnb.cluster.remote.ray_nodes import RayNodes, RayOptions, usual_number_of_engines
 from distnb.cluster.remote.secret import secret_path
 from distnb.cluster.remote.server_transport import ServerTransport
 from distnb.cluster.remote.srun import Slurm, allotted_nodes, tasks_of_nodes
@@ -40,6 +41,9 @@ _TAKES = {
 _FOR_HOSTS = ("hosts", "per_host", "interface", "ssh_args", "cluster_resolver", "secret", "launcher_args")
 """The options that are for engines on other machines."""
 
+_FOR_RAY = ("cpus_per_engine", "gpus_per_engine", "spread", "wait")
+"""The options that are for engines on a Ray cluster."""
+
 _TRANSPORTS: dict[str, Callable[[Sequence[str]], Transport]] = {"ssh": SSH, "slurm": Slurm, "mpi": MPI}
 _NAME = re.compile(r"[^\s,-][^\s,]*")
 _SERVERS_DEVICE = Device("cpu")
@@ -55,12 +59,13 @@ class HostOptions:
         interface: The interface or address of this machine at which it listens for engines. None for the interface that
             leads to the machines.
         arguments: Further arguments for the launcher's command.
-        launcher: "ssh", "slurm", "mpi" or "server".
+        launcher: "ssh", "slurm", "mpi", "server" or "ray".
         secret: The secret file, if the machines run servers.
         without_gpus: The number of engines on a machine without GPUs, by host; 2 for any other host.
         tasks: In a cluster with parameter servers, the machine of each worker and server, in engine order. Every engine
             belongs to one of these tasks.
         replicas: The number of engines of each worker.
+        ray: The options for a Ray cluster, or None.
     """
 
     hosts: tuple[str, ...]
@@ -72,9 +77,12 @@ class HostOptions:
     without_gpus: Mapping[str, int] = field(default_factory=dict)
     tasks: Mapping[Task, str] = field(default_factory=dict)
     replicas: int = 1
+    ray: RayOptions | None = None
 
     def transport(self) -> Transport:
         """Return the transport to the machines."""
+        if self.ray is not None:
+            return RayNodes(self.hosts, self.ray)
         if self.secret is None:
             return _TRANSPORTS[self.launcher](self.arguments)
         return ServerTransport(self.secret, {address: str(task) for task, address in self.tasks.items()})
@@ -122,6 +130,12 @@ def _read_host_options(options: StartOptions) -> HostOptions | None:
             f"cluster_resolver={resolver!r} is not a resolver. Give an object of distnb.cluster_resolver, such as "
             "SimpleClusterResolver({'worker': ['a:2222', 'b:2222']})."
         )
+    for_ray = {name: value for name in _FOR_RAY if (value := getattr(options, name)) not in (None, False)}
+    if options.ray is not None:
+        return _bundles(options, given)
+    if for_ray:
+        name, value = next(iter(for_ray.items()))
+        raise OptionError(f"{name}={value!r} is for engines on a Ray cluster. Give ray=True, too.")
     chosen = launcher or _usual_launcher(hosts, resolver)
     if chosen == "local":
         if not given:
@@ -152,6 +166,33 @@ def _read_host_options(options: StartOptions) -> HostOptions | None:
         launcher=chosen,
         secret=secret_path(given.get("secret"), machines.hosts) if chosen == "server" else None,
     )
+
+
+def _bundles(options: StartOptions, given: Mapping[str, Any]) -> HostOptions:
+    """Return the bundles of a Ray cluster, one for each engine."""
+    for name, value in given.items():
+        if name != "interface":
+            raise OptionError(f"{name}={value!r} does not apply to engines on a Ray cluster. Leave it out.")
+    if options.launcher is not None:
+        raise OptionError(
+            f"launcher={options.launcher!r} and ray={options.ray!r} contradict each other. Leave one out."
+        )
+    if options.replicas_per_worker not in (None, 1):
+        raise OptionError(
+            f"replicas_per_worker={options.replicas_per_worker} does not apply to a Ray cluster, where each engine has "
+            "resources of its own. Start more workers instead."
+        )
+    ray = RayOptions(
+        address="auto" if options.ray is True else str(options.ray),
+        cpus=1.0 if options.cpus_per_engine is None else options.cpus_per_engine,
+        gpus=options.gpus_per_engine,
+        spread=options.spread,
+        wait_s=options.wait or 0.0,
+    )
+    count = len(options.tasks) or options.n or usual_number_of_engines(ray)
+    hosts = tuple(f"ray-{number}" for number in range(count))
+    tasks = dict(zip(options.tasks, hosts, strict=True)) if options.tasks else {}
+    return HostOptions(hosts=hosts, per_host=1, interface=options.interface, launcher="ray", tasks=tasks, ray=ray)
 
 
 def _usual_launcher(hosts: object, resolver: ClusterResolver | None) -> str:
@@ -361,6 +402,11 @@ class HostPlan:
             return ThisMachine(self.devices)
         return Hosts(self.hosts, connection, self.address, self.transport)
 
+    def close(self) -> None:
+        """Release the resources of the transport, after the engines have ended."""
+        if self.transport is not None:
+            self.transport.close()
+
 
 def make_plan(
     options: StartOptions, machines: HostOptions | None, on_progress: Callable[[str], None] = lambda text: None
@@ -377,6 +423,18 @@ def make_plan(
         crowded = check_capacity(len(here), this_machine(), oversubscribe=oversubscribe)
         return HostPlan(devices=here, notices=crowded, tasks=tasks)
     transport = machines.transport()
+    try:
+        return _plan(options, machines, transport, on_progress)
+    except BaseException:
+        transport.close()
+        raise
+
+
+def _plan(
+    options: StartOptions, machines: HostOptions, transport: Transport, on_progress: Callable[[str], None]
+) -> HostPlan:
+    devices, oversubscribe = options.devices, options.oversubscribe
+    transport.prepare(machines.hosts, on_progress)
     address = listening_address(map(transport.network_name, machines.hosts), machines.interface)
     found = probe(machines.hosts, transport, on_progress)
     if machines.tasks:

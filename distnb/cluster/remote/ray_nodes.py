@@ -1,0 +1,281 @@
+"""The transport to the nodes of a Ray cluster.
+
+Ray reserves a bundle of resources for each engine, in one placement group. An actor in each bundle runs a `Server`, as
+`distnb worker` does, which starts the engine with the devices that Ray assigned to the actor:
+
+    notebook, Ray's driver ── creates ──▶ placement group   bundle 0: actor, Server ──▶ node agent ──▶ engine 0
+                                                            bundle 1: actor, Server ──▶ node agent ──▶ engine 1
+
+Ray ends the actors and frees the bundles when the driver ends for any reason, SIGKILL included. If a node is lost, Ray
+moves its bundles to other nodes and starts their actors again, at new addresses. So a host is the name of a bundle here
+("ray-0"), and its address is requested before each start of its engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distnb.cluster.local.run_directory import RunDirectory
+from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
+from distnb.cluster.remote.base import Transport
+from distnb.cluster.worker_placement import split_address
+from distnb.errors import OptionError, StartError
+
+__all__ = ["EngineHost", "RayNodes", "RayOptions", "usual_number_of_engines"]
+
+_logger = logging.getLogger("distnb.cluster.remote")
+
+_RESERVE_S = 5.0  # the time in which Ray reserves resources that are free
+_ACTOR_S = 60.0  # the time in which an actor starts: its process imports distnb
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """The options for engines on a Ray cluster.
+
+    Attributes:
+        address: The address of the cluster, or "auto" for the one of this machine.
+        cpus: The number of CPUs that Ray reserves for each engine.
+        gpus: The number of GPUs of each engine; None for one if the cluster has GPUs, else none.
+        spread: Whether to put the engines on as many nodes as possible instead of as few as possible.
+        wait_s: The time to wait for an autoscaler to add nodes.
+
+    Raises:
+        OptionError: A number is negative, or not a number.
+    """
+
+    address: str = "auto"
+    cpus: float = 1.0
+    gpus: float | None = None
+    spread: bool = False
+    wait_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, number in {"cpus_per_engine": self.cpus, "gpus_per_engine": self.gpus, "wait": self.wait_s}.items():
+            if number is not None and not (isinstance(number, int | float) and 0 <= number < float("inf")):
+                raise OptionError(f"{name}={number!r}: give a number, 0 or more.")
+
+
+class EngineHost:
+    """The actor in a bundle, which serves node agents until Ray ends it.
+
+    Args:
+        secret: The secret of the servers and the notebook. Everyone who can connect to a Ray cluster can run code on
+            it, so the secret travels through Ray.
+    """
+
+    def __init__(self, secret: str) -> None:
+        from distnb.cluster.remote.engine_server import Server
+
+        node = _ray().util.get_node_ip_address()
+        with tempfile.TemporaryDirectory(prefix="distnb-") as folder:  # the server reads the secret at once
+            path = _write_secret(Path(folder), secret)
+            self._server = Server({"worker": [f"{node}:0"]}, "worker", 0, secret=path)
+
+    def address(self) -> str:
+        """Return the server's address, host:port."""
+        return self._server.address
+
+
+class RayNodes(Transport):
+    """The bundles of one placement group, reserved by the first `prepare`. A host is "ray-" and a bundle's number."""
+
+    patience_s = 60.0
+
+    def __init__(self, hosts: Sequence[str], options: RayOptions) -> None:
+        self._hosts = tuple(hosts)
+        self._options = options
+        self._secret = secrets.token_urlsafe(48)
+        self._directory = RunDirectory()
+        self._secret_file = _write_secret(self._directory.path, self._secret)
+        self._lock = threading.Lock()
+        self._group: Any = None
+        self._actors: dict[str, Any] = {}
+        self._addresses: dict[str, str] = {}
+
+    def prepare(self, hosts: Sequence[str], on_progress: Callable[[str], None]) -> None:
+        """Reserve the placement group unless that is done, and request the addresses of these hosts.
+
+        Raises:
+            StartError: Ray has no resources for a bundle.
+        """
+        with self._lock:
+            _connect(self._options.address)
+            if self._group is None:
+                self._reserve(on_progress)
+            self._addresses |= self._current_addresses(hosts, on_progress)
+
+    def _reserve(self, on_progress: Callable[[str], None]) -> None:
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ray = _ray()
+        bundle = _bundle(self._options)
+        group = placement_group([bundle] * len(self._hosts), strategy="SPREAD" if self._options.spread else "PACK")
+        try:
+            self._await_resources(group, bundle, on_progress)
+        except BaseException:
+            ray.util.remove_placement_group(group)
+            raise
+        self._group = group
+        actor = ray.remote(EngineHost)
+        for number, host in enumerate(self._hosts):
+            self._actors[host] = actor.options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                max_restarts=-1,
+                max_task_retries=-1,
+                runtime_env={"env_vars": import_environment()},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+            ).remote(self._secret)
+        _logger.info("Ray has reserved %d bundles of %s", len(self._hosts), bundle)
+
+    def _await_resources(self, group: Any, bundle: Mapping[str, float], on_progress: Callable[[str], None]) -> None:
+        patience_s = max(_RESERVE_S, self._options.wait_s)
+        begin = time.monotonic()
+        while not group.wait(timeout_seconds=_POLL_S):
+            waited_s = time.monotonic() - begin
+            if waited_s > patience_s:
+                raise StartError(
+                    f"Ray did not reserve {len(self._hosts)} × {_words(bundle)} within {patience_s:.0f} s. "
+                    f"{_figures()} Start fewer engines, request less for each (--cpus-per-engine, --gpus-per-engine), "
+                    "or wait for an autoscaler (--wait 300)."
+                )
+            on_progress(f"waiting for Ray: {len(self._hosts)} × {_words(bundle)}, {waited_s:.0f} s")
+
+    def _current_addresses(self, hosts: Sequence[str], on_progress: Callable[[str], None]) -> dict[str, str]:
+        ray = _ray()
+        asked = {host: self._actors[host].address.remote() for host in hosts}
+        patience_s = max(_ACTOR_S, self._options.wait_s)
+        on_progress(f"waiting for Ray's actors: {', '.join(hosts)}")
+        try:
+            found = ray.get([*asked.values()], timeout=patience_s)
+        except ray.exceptions.GetTimeoutError:
+            raise StartError(
+                f"Ray's actors for {', '.join(hosts)} did not start within {patience_s:.0f} s. {_figures()} A lost "
+                "node needs another node with free resources. The log of an actor is in Ray's dashboard."
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise StartError(
+                f"Ray could not start an actor: {error}. Every node needs the same Python environment as this machine, "
+                "with distnb."
+            ) from error
+        return dict(zip(asked, found, strict=True))
+
+    def command(self, host: str, task: str) -> list[str]:
+        """Return the command of a client of the host's server."""
+        return [
+            *PYTHON_MODULE,
+            "distnb.cluster.remote.server_client",
+            self._addresses[host],
+            str(self._secret_file),
+            task,
+        ]
+
+    def network_name(self, host: str) -> str:
+        """Return the address of the host's node."""
+        return split_address(self._addresses[host])[0]
+
+    def machine(self, host: str) -> str:
+        """Return the host: bundles of one node share neither CPUs nor GPUs."""
+        return host
+
+    def unreached(self, host: str, status: int) -> str:
+        """Return the error, with the address of the host's server."""
+        return (
+            f"There is no connection to {host}, the server of Ray's actor at {self._addresses[host]}. Engines of a Ray "
+            "cluster can only be used from one of its nodes, or from its network."
+        )
+
+    def close(self) -> None:
+        """Release the placement group, which ends the actors and their engines."""
+        with self._lock:
+            group, self._group = self._group, None
+            if group is not None and _ray().is_initialized():
+                _ray().util.remove_placement_group(group)
+            self._directory.remove()
+
+
+def usual_number_of_engines(options: RayOptions) -> int:
+    """Return the number of engines for all GPUs of the cluster, or two if it has none."""
+    _connect(options.address)
+    gpus = _ray().cluster_resources().get("GPU", 0.0)
+    return int(gpus // (options.gpus or 1.0)) or 2
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise StartError(
+            f"Engines on a Ray cluster need the package ray ({error}): pip install 'distnb[ray]'."
+        ) from None
+    return ray
+
+
+def _connect(address: str) -> None:
+    """Make this process a driver of the cluster, unless it is one."""
+    ray = _ray()
+    if address.startswith("ray://"):
+        raise OptionError(
+            f"{address} leads to Ray's client server, through which a notebook cannot reach engines. Run the notebook "
+            "on a node of the cluster and leave the address out, or give the address of the head node (10.0.0.5:6379)."
+        )
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise StartError(
+            f"There is no Ray cluster at {address!r}: {error}. Start one (`ray start --head`), or give its address."
+        ) from error
+
+
+def _bundle(options: RayOptions) -> dict[str, float]:
+    gpus = options.gpus
+    if gpus is None:
+        gpus = 1.0 if _ray().cluster_resources().get("GPU") else 0.0
+    return {"CPU": options.cpus} | ({"GPU": gpus} if gpus else {})
+
+
+def _words(bundle: Mapping[str, float]) -> str:
+    return " + ".join(f"{number:g} {name}" for name, number in bundle.items())
+
+
+def _figures() -> str:
+    """Describe the resources of the cluster, with Ray's figures."""
+    ray = _ray()
+    free = ray.available_resources()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    each = "; ".join(
+        f"{node['NodeManagerAddress']}: "
+        + ", ".join(
+            f"{node['Resources'].get(name, 0):g} {name}" for name in ("CPU", "GPU") if name in node["Resources"]
+        )
+        for node in nodes
+    )
+    return (
+        f"The cluster has {len(nodes)} node{'s' * (len(nodes) != 1)} ({each}), of which "
+        f"{_words(_of_engines(free)) or 'nothing'} is free."
+    )
+
+
+def _of_engines(resources: Mapping[str, float]) -> dict[str, float]:
+    return {name: resources[name] for name in ("CPU", "GPU") if resources.get(name)}
+
+
+def _write_secret(directory: Path, secret: str) -> Path:
+    path = directory / "secret"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secret)
+    return path

@@ -1,0 +1,157 @@
+"""Engines on a real Ray cluster of three nodes, which are processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+from tests.kernel import Notebook, lines_of_each
+
+pytest.importorskip("ray", reason="Ray is not installed")
+pytestmark = pytest.mark.timeout(240)
+
+_NODES = 3
+_FREED_WITHIN_S = 10.0
+SUM = """%%distribute mirrored
+import torch
+total = torch.ones(1)
+torch.distributed.all_reduce(total)
+print(total.item())"""
+
+
+class Cluster:
+    """A Ray cluster in a process of its own, with one CPU on each node."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="r", dir=os.environ["TMPDIR"]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.multiprocess.test_ray"],
+            env={**os.environ, "RAY_TMPDIR": str(self._folder), "RAY_raylet_start_wait_time_s": "120"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address = str(self._answer())
+        processes.OF_MODULE.update(processes.children_of_this_run())
+
+    def _answer(self) -> object:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("answer "):
+                return json.loads(line.removeprefix("answer "))
+        raise AssertionError("the process of the Ray cluster has ended")
+
+    def do(self, action: str) -> object:
+        """Have the process do something: "add" or "remove" a node, or return the "free" CPUs."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(action + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the cluster."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+        for process in processes.children_of_this_run().values():
+            if "/ray/" in " ".join(process.cmdline()):
+                process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def main() -> None:
+    """Serve a Ray cluster: a line of standard input is an action, and a line of output its result."""
+    import ray
+    from ray.cluster_utils import Cluster as RayCluster
+
+    arguments = {"num_cpus": 1, "include_dashboard": False}
+    cluster = RayCluster(initialize_head=True, head_node_args=arguments)
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(_NODES - 1)]
+    cluster.wait_for_nodes()
+    ray.init(address=cluster.address, log_to_driver=False)
+
+    def answer(value: object) -> None:
+        print("answer " + json.dumps(value), flush=True)
+
+    answer(cluster.address)
+    for line in sys.stdin:
+        if line == "add\n":
+            nodes.append(cluster.add_node(num_cpus=1))
+            cluster.wait_for_nodes()
+        elif line == "remove\n":
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+        answer(ray.available_resources().get("CPU", 0.0))
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def notebook(cluster: Cluster) -> Iterator[Notebook]:
+    with Notebook() as notebook:
+        processes.OF_MODULE.update(processes.children_of_this_run())
+        yield notebook
+
+
+def _wait_until_free(cluster: Cluster) -> None:
+    processes.wait_until(lambda: cluster.do("free") == _NODES, _FREED_WITHIN_S, "Ray's resources are not free")
+
+
+def test_too_many_engines_are_an_error_with_rays_figures(cluster: Cluster, notebook: Notebook) -> None:
+    failed = notebook.try_run(f"%distnb start --ray {cluster.address} -n 5")
+    assert failed.error_name == "StartError", failed.traceback
+    assert "Ray did not reserve 5 × 1 CPU" in failed.error_text
+    assert "The cluster has 3 nodes" in failed.error_text
+    assert "3 CPU is free" in failed.error_text
+    _wait_until_free(cluster)
+
+
+def test_an_address_of_rays_client_is_an_error(notebook: Notebook) -> None:
+    failed = notebook.try_run("%distnb start --ray ray://127.0.0.1:10001 -n 2")
+    assert failed.error_name == "OptionError", failed.traceback
+    assert "ray://127.0.0.1:10001 leads to Ray's client server" in failed.error_text
+
+
+def test_engines_compute_on_all_nodes_and_a_lost_one_is_replaced(cluster: Cluster, notebook: Notebook) -> None:
+    notebook.run(f"%distnb start --ray {cluster.address} -n 3 --spread", timeout_s=120)
+    assert cluster.do("free") == 0
+    assert lines_of_each(notebook.run(SUM).stdout, 3) == [["3.0"]] * 3
+    cluster.do("remove")
+    ended = "len([row for row in distnb.notebook.compose.require().status() if row.state != 'idle'])"
+    notebook.run("import distnb, distnb.notebook.compose")
+    processes.wait_until(lambda: notebook.value(ended) == 1, 30.0, "the loss was not noticed")
+    cluster.do("add")
+    notebook.run("%distnb restart --missing", timeout_s=120)
+    assert lines_of_each(notebook.run(SUM).stdout, 3) == [["3.0"]] * 3
+    notebook.run("%distnb stop")
+    _wait_until_free(cluster)
+
+
+def test_the_end_of_the_notebook_frees_everything(cluster: Cluster) -> None:
+    with Notebook() as killed:
+        killed.run(f"%distnb start --ray {cluster.address} --workers 2 --ps 1", timeout_s=120)
+        assert "ps 0" in killed.run("%distnb status").text
+        os.kill(killed.pid, signal.SIGKILL)
+        _wait_until_free(cluster)
+
+
+if __name__ == "__main__":
+    main()
