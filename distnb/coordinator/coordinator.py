@@ -477,6 +477,10 @@ class ClusterCoordinator:
             interrupted, self._interrupted = self._interrupted, False
         if interrupted:
             raise KeyboardInterrupt
+        if self._lost_servers:
+            # A closure on a worker may notice the loss first, or report it after the replacement has started. The
+            # error below says what has become of the server since.
+            errors = [each for each in errors if not isinstance(each, ServerLost)]
         if errors:
             self._link.catch_up()
             self._update_if_idle()

@@ -12,8 +12,15 @@ import torch
 
 import distnb
 from distnb.coordinator import ClusterCoordinator
-from distnb.coordinator.link import ClosureAbandoned, ClosureEnded, ClosureReclaimed, WorkerUp
-from distnb.errors import ClosureCancelled
+from distnb.coordinator.link import (
+    ClosureAbandoned,
+    ClosureEnded,
+    ClosureReclaimed,
+    ServerGone,
+    ServerUp,
+    WorkerUp,
+)
+from distnb.errors import ClosureCancelled, ServerLost
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.here import servers_here
 from distnb.wire.closure_messages import ClosureResult, RunClosure
@@ -54,7 +61,12 @@ class Link(SimpleNamespace):
         self.interrupted.append(program)
 
     def error(self, report: ErrorReport, worker: int, name: str) -> BaseException:
-        return KeyError(report.text)
+        return {"KeyError": KeyError, "ServerLost": ServerLost}[report.type_name](report.text)
+
+
+def _failed(program: int, type_name: str, text: str) -> Reply:
+    report = ErrorReport(pickled=None, type_name=type_name, text=text, traceback=(), rendered=())
+    return Reply(program=program, status="error", error=report)
 
 
 @pytest.fixture
@@ -93,11 +105,7 @@ def test_an_error_is_raised_even_if_another_replica_of_its_worker_does_not_end(l
     link.deliver(WorkerUp(0))
     value = coordinator.schedule(lambda: 1)
     program = link.sent[0][1].program
-    reply = Reply(
-        program=program,
-        status="error",
-        error=ErrorReport(pickled=None, type_name="KeyError", text="only here", traceback=(), rendered=()),
-    )
+    reply = _failed(program, "KeyError", "only here")
     for _ in range(2):  # reported again when a third replica replies
         link.deliver(ClosureAbandoned(0, program, reply))
     with pytest.raises(KeyError, match="only here") as caught:
@@ -127,3 +135,30 @@ def test_a_metric_that_rejects_counts_fails_the_closure(link: Link, monkeypatch:
     assert [value.state for value in values] == ["failed", "cancelled"]
     with pytest.raises(ClosureCancelled, match=r"counts of .* could not be added to a metric"):
         values[1].fetch()
+
+
+def test_a_closure_that_reports_a_lost_server_late_does_not_hide_its_replacement(link: Link) -> None:
+    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
+    link.deliver(WorkerUp(0))
+    value = coordinator.schedule(lambda: 1)
+    [(_, message)] = link.sent
+    link.deliver(ServerGone(0, "was killed by SIGKILL"))
+    link.deliver(ServerUp(0))
+    link.deliver(ClosureEnded(0, _failed(message.program, "ServerLost", "server 0 has ended")))
+    for _ in range(2):
+        with pytest.raises(ServerLost, match=r"killed by SIGKILL\. Its replacement is empty"):
+            coordinator.schedule(lambda: 2)
+    assert value.state == "failed"
+
+
+def test_an_error_of_a_closure_is_raised_before_the_loss_of_a_server(link: Link) -> None:
+    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
+    link.deliver(WorkerUp(0))
+    coordinator.schedule(lambda: 1)
+    [(_, message)] = link.sent
+    link.deliver(ServerGone(0, "was killed by SIGKILL"))
+    link.deliver(ClosureEnded(0, _failed(message.program, "KeyError", "its own")))
+    with pytest.raises(KeyError, match="its own"):
+        coordinator.join()
+    with pytest.raises(ServerLost, match="Start a replacement"):
+        coordinator.join()
