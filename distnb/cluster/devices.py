@@ -10,19 +10,22 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from distnb.accelerators import count
 from distnb.cluster import tpu_chips
 from distnb.errors import OptionError, StartError
 from distnb.topology import Device, parse_device
 
-__all__ = ["available_gpus", "plan_devices"]
+__all__ = ["available_gpus", "gpu_ids", "plan_devices"]
 
 _DEFAULT_CPU_ENGINES = 2
 _MOST_ENGINES = 256
+_UUID_NBYTES = 96
 
 
 def plan_devices(
@@ -193,13 +196,31 @@ def available_gpus() -> int:
     return _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), physical)
 
 
+def gpu_ids() -> tuple[str, ...]:
+    """Return the GPUs that an engine would see, in its order, by identifiers that all processes of a machine share."""
+    if not available_gpus():
+        return ()
+    identifiers = _gpu_uuids()
+    return tuple(
+        identifiers[int(entry)]
+        if entry.isdigit()
+        else next((each for each in identifiers if each.startswith(entry)), entry)  # CUDA accepts a unique beginning
+        for entry in _visible_entries(os.environ.get("CUDA_VISIBLE_DEVICES"), len(identifiers))
+    )
+
+
 def _visible_gpus(setting: str | None, physical: int) -> int:
-    """Return the number of GPUs that CUDA derives from CUDA_VISIBLE_DEVICES.
+    """Return the number of GPUs that CUDA derives from CUDA_VISIBLE_DEVICES."""
+    return len(_visible_entries(setting, physical))
+
+
+def _visible_entries(setting: str | None, physical: int) -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES that CUDA uses: indices, or the beginnings of identifiers.
 
     CUDA reads the entries up to the first that does not name a GPU. If an entry is repeated, it finds no GPU at all.
     """
     if setting is None:
-        return physical
+        return [str(index) for index in range(physical)]
     seen: list[str] = []
     for entry in (part.strip() for part in setting.split(",")):
         if entry.isdigit():
@@ -209,25 +230,47 @@ def _visible_gpus(setting: str | None, physical: int) -> int:
         elif not entry.startswith(("GPU-", "MIG-")):
             break
         if entry in seen:
-            return 0
+            return []
         seen.append(entry)
-    return len(seen)
+    return seen
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """Open the driver's library for a `with` block; None without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        nvml = None
+    if nvml is None or nvml.nvmlInit_v2() != 0:
+        yield None
+        return
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
 
 
 @cache
 def _physical_gpus() -> int | None:
     """Return the number of GPUs that the driver reports, or None without a driver."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2() != 0:
-        return None
-    try:
+    with _nvml() as nvml:
         count = ctypes.c_uint()
-        return int(count.value) if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else None
-    finally:
-        nvml.nvmlShutdown()
+        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return None
+        return int(count.value)
+
+
+def _gpu_uuids() -> tuple[str, ...]:
+    """Return the driver's identifier of each physical GPU, such as "GPU-2b1d8f7e-…"."""
+    found = []
+    with _nvml() as nvml:
+        for index in range(_physical_gpus() or 0):
+            device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_NBYTES)
+            nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+            status = nvml.nvmlDeviceGetUUID(device, text, _UUID_NBYTES)
+            found.append(text.value.decode() if status == 0 else f"GPU {index}")
+    return tuple(found)
 
 
 @cache

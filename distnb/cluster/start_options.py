@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from distnb.cluster.resolvers.base import ClusterResolver
 from distnb.cluster.tasks import tasks_of
@@ -49,6 +50,7 @@ class StartOptions:
     gpus_per_engine: float | None = None
     spread: bool = False
     wait: float | None = None
+    cluster: Any = None
     data_limit: int | str = DATA_LIMIT_NBYTES
     tasks: tuple[Task, ...] = field(init=False)
     data_limit_nbytes: int = field(init=False)

@@ -172,7 +172,15 @@ def _start(parser: LineParser) -> None:
     add("--cpus-per-engine", metavar="N", type=float, help="CPUs that Ray reserves per engine (default: 1)")
     add("--gpus-per-engine", metavar="N", type=float, help="GPUs per engine on Ray (default: 1 if there are any)")
     add("--spread", action="store_true", help="let Ray put the engines on as many nodes as possible")
-    add("--wait", metavar="SECONDS", type=float, help="time to wait for Ray's autoscaler")
+    add("--wait", metavar="SECONDS", type=float, help="time to wait for Ray's autoscaler, or for ipyparallel's engines")
+    add(
+        "--ipyparallel",
+        metavar="PROFILE_OR_FILE",
+        dest="cluster",
+        nargs="?",
+        const="default",
+        help="run an engine next to each engine of an ipyparallel cluster (default: of the profile `default`)",
+    )
     add("--resolver", metavar="WORD", help="source of the machines' names: slurm, tfconfig, kubernetes, or a variable")
     add("--secret", metavar="FILE", help="file with the secret of the waiting servers")
     add(

@@ -14,6 +14,8 @@ from distnb.notebook.views.front_end import FrontEnd
 from distnb.options import DATA_LIMIT_NBYTES
 
 if TYPE_CHECKING:
+    import ipyparallel
+
     from distnb.cluster.resolvers.base import ClusterResolver
     from distnb.cluster.start_options import StartOptions
     from distnb.notebook.session import Session
@@ -100,6 +102,7 @@ def start(
     gpus_per_engine: float | None = None,
     spread: bool = False,
     wait: float | None = None,
+    cluster: str | os.PathLike[str] | ipyparallel.Cluster | ipyparallel.Client | None = None,
     data_limit: int | str = DATA_LIMIT_NBYTES,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Session:
@@ -149,7 +152,12 @@ def start(
         cpus_per_engine, gpus_per_engine: The resources that Ray reserves for each engine. By default one CPU and, if
             the cluster has GPUs, one GPU.
         spread: Whether Ray puts the engines on as many nodes as possible instead of as few as possible.
-        wait: The time in seconds to wait for Ray's autoscaler to add nodes.
+        wait: The time in seconds to wait for Ray's autoscaler to add nodes, or for ipyparallel engines that are in a
+            queue or busy.
+        cluster: An ipyparallel cluster whose machines run the engines, one next to each ipyparallel engine: an
+            `ipyparallel.Cluster` or `Client`, the name of an IPython profile, or the path of the cluster's
+            ipcontroller-client.json. With `n`, or `workers` and `ps`, only the first ipyparallel engines. They remain
+            usable. This process must reach their machines by TCP, and they must reach this one.
         data_limit: The size, in bytes or as text ("2 GB"), above which data that a cell assigns stays on the engines.
             The notebook then has a handle of it.
         on_progress: Called with a text whenever the start makes progress.
@@ -191,6 +199,7 @@ def start(
         gpus_per_engine=gpus_per_engine,
         spread=spread,
         wait=wait,
+        cluster=cluster,
         data_limit=data_limit,
     )
     return start_with(options, on_progress)

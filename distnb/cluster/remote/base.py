@@ -41,7 +41,7 @@ from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
 from distnb.cluster.remote.node_agent import BEAT, KILLED, STATUS, Assignment
 from distnb.errors import StartError
 
-__all__ = ["NODE_AGENT", "Hosts", "Transport", "probe"]
+__all__ = ["NODE_AGENT", "Hosts", "Transport", "check_versions", "probe"]
 
 NODE_AGENT = (*PYTHON_MODULE, "distnb.cluster.remote.node_agent")
 """The node agent's command, the same on every machine."""
@@ -346,10 +346,15 @@ def _answer(host: str, process: subprocess.Popen[str], deadline: float, transpor
 
 
 def _checked(host: str, found: Mapping[str, Any]) -> tuple[int, Capacity]:
+    check_versions(host, found)
+    return int(found["gpus"]), Capacity(**found["capacity"])
+
+
+def check_versions(host: str, found: Mapping[str, Any]) -> None:
+    """Raise StartError if a machine has another version of distnb or Python than this one."""
     theirs, ours = str(found["python"]).rpartition(".")[0], platform.python_version().rpartition(".")[0]
     if found["distnb"] != __version__ or theirs != ours:
         raise StartError(
             f"{host} has distnb {found['distnb']} on Python {found['python']}, but this is distnb {__version__} on "
             f"Python {platform.python_version()}. Functions are sent between them: install the same versions."
         )
-    return int(found["gpus"]), Capacity(**found["capacity"])

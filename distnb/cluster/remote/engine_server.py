@@ -114,6 +114,7 @@ class Server:
         self._socket.linger = 500
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = self._stopping = False
+        self._why = ""
         if start:
             self.start()
 
@@ -161,11 +162,15 @@ class Server:
         if self._error is not None:
             raise self._error
 
-    def stop(self) -> None:
-        """End the engines and stop serving; `join` waits for that. Any thread or signal handler may call this."""
+    def stop(self, why: str = "") -> None:
+        """End the engines and stop serving; `join` waits for that. Any thread or signal handler may call this.
+
+        The notebook writes the reason to the logs of its engines here.
+        """
         if self._thread is None:
             self._close()
         elif not self._stopping:
+            self._why = why
             self._stopping = True
             os.eventfd_write(self._wake, 1)
 
@@ -267,6 +272,8 @@ class Server:
             except subprocess.TimeoutExpired:
                 agent.kill()  # the agent's guardian ends the engine
                 agent.wait()
+            if self._why:
+                self._send(client, ERROR, f"distnb: {self._why}\n".encode())
             self._send(client, STATUS, b"%d" % LOST)  # the status that ssh would return
             self._forget(client)
         self._socket.close()

@@ -15,6 +15,7 @@ from distnb.cluster.local.forking import ThisMachine
 from distnb.cluster.local.launcher import Launcher
 from distnb.cluster.network import listening_address
 from distnb.cluster.remote.base import Hosts, Transport, probe
+from distnb.cluster.remote.ipyparallel_cluster import IPythonParallel, IPythonParallelOptions, count_engines
 from distnb.cluster.remote.mpiexec import MPI
 from distnb.cluster.remote.ray_nodes import RayNodes, RayOptions, usual_number_of_engines
 from distnb.cluster.remote.secret import secret_path
@@ -59,13 +60,14 @@ class HostOptions:
         interface: The interface or address of this machine at which it listens for engines. None for the interface that
             leads to the machines.
         arguments: Further arguments for the launcher's command.
-        launcher: "ssh", "slurm", "mpi", "server" or "ray".
+        launcher: "ssh", "slurm", "mpi", "server", "ray" or "ipyparallel".
         secret: The secret file, if the machines run servers.
         without_gpus: The number of engines on a machine without GPUs, by host; 2 for any other host.
         tasks: In a cluster with parameter servers, the machine of each worker and server, in engine order. Every engine
             belongs to one of these tasks.
         replicas: The number of engines of each worker.
         ray: The options for a Ray cluster, or None.
+        ipyparallel: The options for an ipyparallel cluster, or None.
     """
 
     hosts: tuple[str, ...]
@@ -78,11 +80,14 @@ class HostOptions:
     tasks: Mapping[Task, str] = field(default_factory=dict)
     replicas: int = 1
     ray: RayOptions | None = None
+    ipyparallel: IPythonParallelOptions | None = None
 
     def transport(self) -> Transport:
         """Return the transport to the machines."""
         if self.ray is not None:
             return RayNodes(self.hosts, self.ray)
+        if self.ipyparallel is not None:
+            return IPythonParallel(self.hosts, self.ipyparallel)
         if self.secret is None:
             return _TRANSPORTS[self.launcher](self.arguments)
         return ServerTransport(self.secret, {address: str(task) for task, address in self.tasks.items()})
@@ -131,11 +136,14 @@ def _read_host_options(options: StartOptions) -> HostOptions | None:
             "SimpleClusterResolver({'worker': ['a:2222', 'b:2222']})."
         )
     for_ray = {name: value for name in _FOR_RAY if (value := getattr(options, name)) not in (None, False)}
+    if options.cluster is not None:
+        return _next_to_engines(options, given | for_ray)
     if options.ray is not None:
         return _bundles(options, given)
     if for_ray:
         name, value = next(iter(for_ray.items()))
-        raise OptionError(f"{name}={value!r} is for engines on a Ray cluster. Give ray=True, too.")
+        other = " or an ipyparallel cluster" if name == "wait" else ""
+        raise OptionError(f"{name}={value!r} is for engines on a Ray cluster{other}. Give ray=True, too.")
     chosen = launcher or _usual_launcher(hosts, resolver)
     if chosen == "local":
         if not given:
@@ -193,6 +201,30 @@ def _bundles(options: StartOptions, given: Mapping[str, Any]) -> HostOptions:
     hosts = tuple(f"ray-{number}" for number in range(count))
     tasks = dict(zip(options.tasks, hosts, strict=True)) if options.tasks else {}
     return HostOptions(hosts=hosts, per_host=1, interface=options.interface, launcher="ray", tasks=tasks, ray=ray)
+
+
+def _next_to_engines(options: StartOptions, given: Mapping[str, Any]) -> HostOptions:
+    """Return a host for each engine of an ipyparallel cluster, or for the requested number."""
+    for name, value in {**given, "ray": options.ray, "launcher": options.launcher}.items():
+        if name not in ("interface", "wait") and value is not None:
+            raise OptionError(f"{name}={value!r} does not apply to engines on an ipyparallel cluster. Leave it out.")
+    if options.replicas_per_worker not in (None, 1):
+        raise OptionError(
+            f"replicas_per_worker={options.replicas_per_worker} does not apply to an ipyparallel cluster, each of "
+            "whose engines gets one engine of distnb. Start more workers instead."
+        )
+    cluster = IPythonParallelOptions(options.cluster, options.interface, options.wait)
+    count = len(options.tasks) or options.n or count_engines(cluster)
+    hosts = tuple(f"ipyparallel-{number}" for number in range(count))
+    tasks = dict(zip(options.tasks, hosts, strict=True)) if options.tasks else {}
+    return HostOptions(
+        hosts=hosts,
+        per_host=1,
+        interface=options.interface,
+        launcher="ipyparallel",
+        tasks=tasks,
+        ipyparallel=cluster,
+    )
 
 
 def _usual_launcher(hosts: object, resolver: ClusterResolver | None) -> str:
@@ -437,7 +469,7 @@ def _plan(
     transport.prepare(machines.hosts, on_progress)
     address = listening_address(map(transport.network_name, machines.hosts), machines.interface)
     found = probe(machines.hosts, transport, on_progress)
-    if machines.tasks:
+    if machines.tasks or machines.ipyparallel is not None:
         return _plan_tasks(machines, found, devices, transport, address, oversubscribe=oversubscribe)
     hosts: list[str] = []
     planned: list[Device] = []
@@ -469,17 +501,21 @@ def _plan_tasks(
     *,
     oversubscribe: bool,
 ) -> HostPlan:
-    """Return the plan for the engines of each task. The workers of one machine share its GPUs."""
+    """Return the plan for the engines of each task. The workers of one machine share its GPUs.
+
+    Without tasks, each host is one engine.
+    """
     by_machine: dict[str, list[int]] = {}
     tasks = options.tasks
     engines = [task for task in tasks for _ in range(options.replicas if task.job == WORKER else 1)]
-    for engine, task in enumerate(engines):
-        by_machine.setdefault(transport.machine(tasks[task]), []).append(engine)
-    planned = [_SERVERS_DEVICE] * len(engines)
+    hosts = tuple(tasks[task] for task in engines) or options.hosts
+    for engine, host in enumerate(hosts):
+        by_machine.setdefault(transport.machine(host), []).append(engine)
+    planned = [_SERVERS_DEVICE] * len(hosts)
     notices: list[str] = []
     for machine, theirs in by_machine.items():
-        gpus, capacity = found[tasks[engines[theirs[0]]]]
-        computing = [engine for engine in theirs if engines[engine].job == WORKER]
+        gpus, capacity = found[hosts[theirs[0]]]
+        computing = [engine for engine in theirs if not engines or engines[engine].job == WORKER]
         try:
             if computing:
                 there = plan_devices(len(computing), devices, oversubscribe=oversubscribe, gpus=gpus)
@@ -488,7 +524,6 @@ def _plan_tasks(
             notices += check_capacity(len(theirs), capacity, machine, oversubscribe=oversubscribe)
         except DistnbError as error:
             raise type(error)(f"{machine}: {error}") from None
-    hosts = tuple(tasks[task] for task in engines)
     return HostPlan(
         devices=tuple(planned),
         address=address,

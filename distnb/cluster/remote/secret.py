@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import os
 import secrets
 import tempfile
@@ -17,12 +19,13 @@ from distnb.cluster.connection import Keys, read_private_file
 from distnb.cluster.worker_placement import host_of, is_loopback
 from distnb.errors import StartError
 
-__all__ = ["SECRET_VARIABLE", "read_secret", "secret_path"]
+__all__ = ["SECRET_VARIABLE", "keys_in_memory", "read_secret", "secret_path", "write_keys"]
 
 SECRET_VARIABLE = "DISTNB_SECRET_FILE"
 """The environment variable with the path of the secret file. The secret itself is never in a variable or argument."""
 
 _LEAST_NBYTES = 32
+_KEY_FILE = b"distnb-keys "  # the beginning of a key file
 _CURE = (
     "Make one, the same on every machine: (umask 077; head -c 48 /dev/urandom | base64 > FILE), and name it in "
     f"{SECRET_VARIABLE}."
@@ -67,13 +70,36 @@ def _own_file() -> Path:
     return path
 
 
+def write_keys(path: Path, keys: Keys) -> None:
+    """Write a key file (mode 0600), which `read_secret` accepts in place of a secret file.
+
+    With a secret, both ends derive all keys. With key files, each end has its own secret key and both public keys.
+    """
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(_key_text(keys))
+
+
+def keys_in_memory(keys: Keys) -> Path:
+    """Return the path of a key file in memory, which exists until this process ends."""
+    descriptor = os.memfd_create("distnb-keys")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, _key_text(keys))
+    return Path(f"/proc/self/fd/{descriptor}")
+
+
+def _key_text(keys: Keys) -> bytes:
+    return _KEY_FILE + json.dumps(dataclasses.asdict(keys)).encode()
+
+
 def read_secret(path: Path) -> Keys:
-    """Return the key pairs of servers and clients, derived from a secret.
+    """Return the key pairs of servers and clients, derived from a secret, or those in a key file.
 
     Raises:
         StartError: The file cannot be read, is accessible to other users, or is too short.
     """
     secret = read_private_file(path, f"secret file {path}", _CURE).strip()
+    if secret.startswith(_KEY_FILE):
+        return Keys(**json.loads(secret.removeprefix(_KEY_FILE)))
     if len(secret) < _LEAST_NBYTES:
         raise StartError(
             f"The secret file {path} has {len(secret)} bytes; at least {_LEAST_NBYTES} are needed. {_CURE}"
