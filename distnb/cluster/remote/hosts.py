@@ -213,6 +213,8 @@ def _next_to_engines(options: StartOptions, given: Mapping[str, Any]) -> HostOpt
             f"replicas_per_worker={options.replicas_per_worker} does not apply to an ipyparallel cluster, each of "
             "whose engines gets one engine of distnb. Start more workers instead."
         )
+    if options.n is not None and (isinstance(options.n, bool) or not isinstance(options.n, int) or options.n < 1):
+        raise OptionError(f"n={options.n!r}: give a whole number of engines, 1 or more.")
     cluster = IPythonParallelOptions(options.cluster, options.interface, options.wait)
     count = len(options.tasks) or options.n or count_engines(cluster)
     hosts = tuple(f"ipyparallel-{number}" for number in range(count))

@@ -179,15 +179,10 @@ class IPythonParallel(Transport):
             if suits(machine):
                 return engine, machine
         lost = self._servers[host]
-        why = (
-            "has no other engine"
-            if not spare
-            else f"has no free GPU for it (free engines: {', '.join(map(str, spare))})"
-        )
+        other = f"engine with a free GPU among {', '.join(map(str, spare))}" if spare else "other engine"
         raise StartError(
-            f"ipyparallel's engine {lost.engine} on {lost.machine.host}, next to which the engine ran, has ended, and "
-            f"the cluster {why}. Start one more (cluster.start_engines_sync(1), or `ipcluster engines -n 1`), and "
-            "repeat the restart."
+            f"ipyparallel's engine {lost.engine} on {lost.machine.host} has ended, and the cluster has no {other}. Start "
+            "one more (cluster.start_engines_sync(1), or `ipcluster engines -n 1`), and repeat the restart."
         )
 
     def _describe(self, engines: Sequence[int], requests: EngineRequests) -> dict[int, EngineMachine]:
