@@ -113,9 +113,9 @@ def test_engines_of_one_machine_get_different_gpus(monkeypatch: pytest.MonkeyPat
         assert devices_of(plan) == ["cuda:0", "cuda:0"]
     with planned(monkeypatch, engines, workers=3, ps=1) as (plan, _):
         assert devices_of(plan) == ["cuda:0", "cuda:0", "cuda:1", "cpu:0"]
-    with pytest.raises(StartError, match=r"^a: 2 engines were asked for but this machine has 1 GPU"):
-        with planned(monkeypatch, {0: ("a", ("GPU-1",)), 1: ("a", ("GPU-1",))}):
-            pass
+    too_many = pytest.raises(StartError, match=r"^a: 2 engines were asked for but this machine has 1 GPU")
+    with too_many, planned(monkeypatch, {0: ("a", ("GPU-1",)), 1: ("a", ("GPU-1",))}):
+        pass
 
 
 def test_a_batch_system_gives_each_engine_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +123,9 @@ def test_a_batch_system_gives_each_engine_gpus_of_its_own(monkeypatch: pytest.Mo
     with planned(monkeypatch, {0: ("a", ("GPU-1",)), 1: ("a", ("GPU-2",))}) as (plan, _):
         assert devices_of(plan) == ["cuda:0", "cuda:0"]
         assert [plan.transport.machine(host) for host in plan.hosts] == ["a", "a (2)"]
-    with pytest.raises(StartError, match="engines 0 and 1 on a have some GPUs in common, but not all: engine 0 sees"):
-        with planned(monkeypatch, {0: ("a", TWO), 1: ("a", ("GPU-2",))}):
-            pass
+    unclear = pytest.raises(StartError, match="engines 0 and 1 on a have GPUs in common, but see different lists: engi")
+    with unclear, planned(monkeypatch, {0: ("a", TWO), 1: ("a", ("GPU-2",))}):
+        pass
 
 
 def replaced(plan: HostPlan, *hosts: str) -> list[int]:

@@ -166,7 +166,7 @@ class EngineRequests:
                     f"The ipyparallel cluster has {found if engines else 'no engines'}. Start more (`ipcluster engines "
                     "-n 2`), or wait for those in a batch system's queue: --wait 600, or wait=600."
                 )
-            self.on_progress(f"waiting for ipyparallel's engines: {len(engines)} of {least}, {waited_s:.0f} s")
+            self.on_progress(f"waiting for ipyparallel's engines: {len(engines)} of {least} ({waited_s:.0f} s)")
             time.sleep(_POLL_S)
         return engines
 
@@ -201,7 +201,7 @@ class EngineRequests:
                         f"ipyparallel's {which} did not answer within {patience_s:.0f} s. Another task may be running "
                         "there, or the machine was lost. End the task, or wait for it: --wait 600, or wait=600."
                     )
-                self.on_progress(f"waiting for ipyparallel's engines {_list(waiting)}, {waited_s:.0f} s")
+                self.on_progress(f"waiting for ipyparallel's engines {_list(waiting)} ({waited_s:.0f} s)")
                 results[waiting[0]].wait(_POLL_S)
         finally:
             self._abort(results)

@@ -21,7 +21,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,10 @@ class EngineMachine:
         """Return whether two engines share GPUs, or without GPUs a machine."""
         return (self.boot, self.gpus) == (other.boot, other.gpus)
 
+    def overlaps(self, other: EngineMachine) -> bool:
+        """Return whether two engines have GPUs in common but do not see the same list of them."""
+        return self.boot == other.boot and bool(set(self.gpus) & set(other.gpus)) and self.gpus != other.gpus
+
 
 @dataclass(frozen=True)
 class _Server:
@@ -173,7 +177,8 @@ class IPythonParallel(Transport):
         def suits(machine: EngineMachine) -> bool:
             others = [self._planned[other] for other, theirs in now.items() if theirs.shares(machine)]
             free = not machine.gpus or all(other.shares(planned) for other in others)
-            return free and len(machine.gpus) >= len(planned.gpus)
+            overlaps = any(theirs.overlaps(machine) for theirs in now.values())
+            return free and not overlaps and len(machine.gpus) >= len(planned.gpus)
 
         for engine, machine in sorted(spare.items(), key=lambda each: not each[1].shares(planned)):
             if suits(machine):
@@ -181,8 +186,8 @@ class IPythonParallel(Transport):
         lost = self._servers[host]
         other = f"engine with a free GPU among {', '.join(map(str, spare))}" if spare else "other engine"
         raise StartError(
-            f"ipyparallel's engine {lost.engine} on {lost.machine.host} has ended, and the cluster has no {other}. Start "
-            "one more (cluster.start_engines_sync(1), or `ipcluster engines -n 1`), and repeat the restart."
+            f"ipyparallel's engine {lost.engine} on {lost.machine.host} has ended, and the cluster has no {other}. "
+            "Start one more (cluster.start_engines_sync(1), or `ipcluster engines -n 1`), and repeat the restart."
         )
 
     def _describe(self, engines: Sequence[int], requests: EngineRequests) -> dict[int, EngineMachine]:
@@ -191,7 +196,7 @@ class IPythonParallel(Transport):
         machines = {}
         for engine, facts in answers.items():
             check_versions(f"ipyparallel's engine {engine} ({facts['host']})", facts)
-            machines[engine] = EngineMachine(**{name: facts[name] for name in EngineMachine.__dataclass_fields__})
+            machines[engine] = EngineMachine(**{field.name: facts[field.name] for field in fields(EngineMachine)})
         return machines
 
     # -- the servers -------------------------------------------------------------------------------------------------
@@ -320,12 +325,12 @@ def _listens(address: str) -> bool:
 
 
 def _check_gpus(machines: Mapping[int, EngineMachine]) -> None:
-    """Raise StartError if two engines have some GPUs in common, but not all: one could be used twice."""
+    """Raise StartError if a GPU could be used twice, under different numbers."""
     for one, first in machines.items():
         for other, second in machines.items():
-            if first.boot == second.boot and set(first.gpus) & set(second.gpus) and not first.shares(second):
+            if first.overlaps(second):
                 raise StartError(
-                    f"ipyparallel's engines {one} and {other} on {first.host} have some GPUs in common, but not all: "
-                    f"engine {one} sees {', '.join(first.gpus)}; engine {other} sees {', '.join(second.gpus)}. Set "
+                    f"ipyparallel's engines {one} and {other} on {first.host} have GPUs in common, but see different "
+                    f"lists: engine {one} sees {', '.join(first.gpus)}; engine {other} sees {', '.join(second.gpus)}. Set "
                     "CUDA_VISIBLE_DEVICES to the same GPUs for all engines of a machine, or to different ones for each."
                 )
