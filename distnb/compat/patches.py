@@ -64,7 +64,6 @@ _TABLE: Final = {
         "Arguments from another process determine the processes again."
     ),
     # Jupyter
-    "ipykernel.kernelapp:IPKernelApp._instance": "Code in an engine asks for the kernel's application.",
     "comm:create_comm": "A replica's widgets appear in the notebook.",
     # Python
     "builtins:input": _PROMPTS,

@@ -22,14 +22,11 @@ import zmq
 import zmq.asyncio
 from ipykernel.control import ControlThread
 from ipykernel.iostream import IOPubThread, OutStream
-from ipykernel.kernelapp import IPKernelApp
 from ipyparallel.controller.heartmonitor import Heart
 from ipyparallel.engine.app import IPEngine
 from ipyparallel.engine.kernel import IPythonParallelKernel
 from jupyter_client.session import Session
 from zmq.eventloop.zmqstream import ZMQStream
-
-from distnb.compat.ipykernel_internals import set_application
 
 __all__ = ["EngineApp", "PythonStream"]
 
@@ -82,12 +79,12 @@ class EngineApp(IPEngine):  # type: ignore[misc]
     async def _start(self) -> None:
         self._build_kernel()
         self.prepare(self.kernel.shell)
-        joining = asyncio.ensure_future(self._join_controller()) if self.joins else None
-        if self._kernel_start_future is not None:
-            await self._kernel_start_future
+        if self.joins:
+            self._joining = asyncio.ensure_future(self._join_controller())
+        started = self.kernel.start()
+        if started is not None:
+            await started
         await asyncio.Event().wait()
-        if joining is not None:
-            joining.cancel()
 
     # -- the kernel, on sockets that are not connected yet -----------------------------------------------------------
 
@@ -101,6 +98,8 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         self._control_thread = ControlThread(daemon=True)
         self._control_thread.start()
         self.config.HistoryManager.hist_file = ":memory:"
+        # As in a notebook, unless the user chose another: figures are displayed when a cell ends.
+        os.environ["MPLBACKEND"] = os.environ.get("MPLBACKEND") or "module://matplotlib_inline.backend_inline"
         _leave_out_the_debugger()
         self.kernel = IPythonParallelKernel.instance(
             parent=self,
@@ -115,27 +114,14 @@ class EngineApp(IPEngine):  # type: ignore[misc]
             shell_streams=[ZMQStream(self.shell_socket)],
         )
         self.kernel.shell.display_pub.topic = f"engine.{self.id}.displaypub".encode()
-        self._init_kernel_app()
+        self.init_signal()
         self.out_stream_factory = PythonStream
         self.redirect_output(self._iopub)
-        started = self.kernel.start()
-        if started is not None:
-            self._kernel_start_future = asyncio.ensure_future(started)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self.context.socket(kind)
         socket.identity = self.bident
         return socket
-
-    def _init_kernel_app(self) -> None:
-        """Create the kernel application, which ipykernel and code in the shell look up."""
-        app = self.kernel_app = IPKernelApp(parent=self, shell=self.kernel.shell, kernel=self.kernel, log=self.log)
-        set_application(app)
-        self.init_signal()
-        app.init_profile_dir()
-        app.init_gui_pylab()
-        app.init_extensions()
-        app.init_code()
 
     # -- ipyparallel's channels --------------------------------------------------------------------------------------
 

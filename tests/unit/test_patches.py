@@ -172,7 +172,7 @@ before = found()
 from distnb.collectives.gradients import parameter_groups
 from distnb.collectives.gradients.backward_passes import BackwardPasses
 from distnb.collectives.group.world import TorchDistributed
-from distnb.compat import ipykernel_internals, transformers_internals
+from distnb.compat import transformers_internals
 from distnb.engine import launched_processes, started_threads, unattended
 from distnb.engine.output import widget_comms
 from distnb.keras import replica_state
@@ -206,7 +206,6 @@ sync_batch_norm.install()
 replica_state.install()
 library_guards.install()
 transformers_internals.open_arguments(TrainingArguments)
-ipykernel_internals.set_application(None)
 widget_comms.install(0, None, shell)
 unattended.install(shell, SimpleNamespace(input=accept, getpass=accept), accept)
 

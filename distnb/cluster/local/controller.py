@@ -19,7 +19,7 @@ __all__ = ["main", "start_controller"]
 
 
 def start_controller(processes: Processes) -> None:
-    """Start ipyparallel's controller and its heart monitor in one process.
+    """Start ipyparallel's controller, which starts a process for its heart monitor, and threads for its schedulers.
 
     The controller listens on UNIX sockets in the run directory, so no other process can take one of its ports first. To
     connect, a client needs the CURVE key from the controller's connection files, which only this user can read.
