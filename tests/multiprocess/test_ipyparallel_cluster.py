@@ -131,6 +131,7 @@ def test_the_end_of_the_notebook_ends_distnbs_engines_only(client: ipyparallel.C
     with Notebook() as killed:
         killed.run(f"%distnb start --ipyparallel {file} --workers 1 --ps 1")
         assert "ps 0" in killed.run("%distnb status").text
+        assert not killed.value("'px' in get_ipython().magics_manager.magics['line']")  # it is for the user's client
         os.kill(killed.pid, signal.SIGKILL)
         wait_until_gone(client)
 

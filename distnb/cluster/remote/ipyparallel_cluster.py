@@ -331,6 +331,7 @@ def _check_gpus(machines: Mapping[int, EngineMachine]) -> None:
             if first.overlaps(second):
                 raise StartError(
                     f"ipyparallel's engines {one} and {other} on {first.host} have GPUs in common, but see different "
-                    f"lists: engine {one} sees {', '.join(first.gpus)}; engine {other} sees {', '.join(second.gpus)}. Set "
-                    "CUDA_VISIBLE_DEVICES to the same GPUs for all engines of a machine, or to different ones for each."
+                    f"lists: engine {one} sees {', '.join(first.gpus)}; engine {other} sees {', '.join(second.gpus)}. "
+                    "Set CUDA_VISIBLE_DEVICES to the same list for all engines of a machine, or to lists that have "
+                    "nothing in common."
                 )
