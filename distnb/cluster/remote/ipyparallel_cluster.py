@@ -253,10 +253,11 @@ class IPythonParallel(Transport):
         machine = self._servers[host].machine
         distinct: list[EngineMachine] = []
         for server in self._servers.values():
-            if server.machine.host == machine.host and not any(map(server.machine.shares, distinct)):
+            if not any(map(server.machine.shares, distinct)):
                 distinct.append(server.machine)
-        number = next(index for index, other in enumerate(distinct) if other.shares(machine))
-        return machine.host if number == 0 else f"{machine.host} ({number + 1})"
+        first = next(other for other in distinct if other.shares(machine))
+        number = [other for other in distinct if other.host == first.host].index(first)
+        return first.host if number == 0 else f"{first.host} ({number + 1})"
 
     def cause(self, output: str) -> str:
         """Return the reason that the server wrote before it ended."""
