@@ -159,8 +159,9 @@ def test_a_replacement_on_the_cpu_may_be_anywhere(monkeypatch: pytest.MonkeyPatc
         simulated.end(0)
         with pytest.raises(StartError, match="engine 0 on a has ended, and the cluster has no other engine"):
             replaced(plan, "ipyparallel-0")
-        simulated.engines[4] = ("b", ())
+        simulated.engines |= {4: ("b", ()), 5: ("b", ())}
         assert replaced(plan, "ipyparallel-0") == [4]
+        assert replaced(plan, "ipyparallel-2") == [5]  # a further host
 
 
 def test_a_cluster_of_this_machine_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,28 +144,34 @@ class IPythonParallel(Transport):
     # -- the choice of ipyparallel engines ---------------------------------------------------------------------------
 
     def _choose(self, hosts: Sequence[str], requests: EngineRequests) -> dict[str, tuple[int, EngineMachine]]:
-        if not self._servers:
-            engines = requests.wait_for_engines(len(hosts), self._options.wait_s)[: len(hosts)]
-            machines = self._describe(engines, requests)
-            _check_gpus(machines)
-            self._planned = {host: machines[engine] for host, engine in zip(hosts, engines, strict=True)}
-            return {host: (engine, machines[engine]) for host, engine in zip(hosts, engines, strict=True)}
-        used = {server.engine for host, server in self._servers.items() if host not in hosts}
-        registered = [engine for engine in requests.client.ids if engine not in used]
-        # Its ipyparallel engine may still run: somebody may have ended only the server.
-        own = {host: engine for host in hosts if (engine := self._servers[host].engine) in registered}
-        spare = [engine for engine in registered if engine not in own.values()] if len(own) < len(hosts) else []
-        machines = self._describe([*own.values(), *spare], requests)
+        """Return an ipyparallel engine with its machine for each host: the previous one, if it still runs."""
+        others = {host: server for host, server in self._servers.items() if host not in hosts}
+        used = {server.engine for server in others.values()}
+        new = [host for host in hosts if host not in self._servers]
+        if new:
+            requests.wait_for_engines(len(used) + len(hosts), self._options.wait_s)
+        free = [engine for engine in sorted(requests.client.ids) if engine not in used]
+        lost = [host for host in hosts if host not in new]
+        own = {host: engine for host in lost if (engine := self._servers[host].engine) in free}
+        spare = [engine for engine in free if engine not in own.values()]
+        asked = spare[: len(new)] if len(own) == len(lost) else spare
+        machines = self._describe([*own.values(), *asked], requests)
         found = {host: (engine, machines[engine]) for host, engine in own.items()}
         for host in hosts:
-            if host not in found:
-                found[host] = self._replacement(host, {engine: machines[engine] for engine in spare}, found)
-                spare.remove(found[host][0])
+            if host in new:
+                engine = asked[0]
+            elif host not in found:
+                engine = self._replacement(host, {engine: machines[engine] for engine in asked}, found)
+            else:
+                continue
+            asked.remove(engine)
+            found[host] = engine, machines[engine]
+        _check_gpus({server.engine: server.machine for server in others.values()} | dict(found.values()))
         return found
 
     def _replacement(
         self, host: str, spare: Mapping[int, EngineMachine], found: Mapping[str, tuple[int, EngineMachine]]
-    ) -> tuple[int, EngineMachine]:
+    ) -> int:
         """Return a spare ipyparallel engine for a host, on whose machine the host's device is free.
 
         The devices were planned before: hosts with devices of one machine have different devices, on any machine.
@@ -175,14 +181,14 @@ class IPythonParallel(Transport):
         now |= {other: machine for other, (_, machine) in found.items()}
 
         def suits(machine: EngineMachine) -> bool:
-            others = [self._planned[other] for other, theirs in now.items() if theirs.shares(machine)]
+            others = [self._planned.get(other, theirs) for other, theirs in now.items() if theirs.shares(machine)]
             free = not machine.gpus or all(other.shares(planned) for other in others)
             overlaps = any(theirs.overlaps(machine) for theirs in now.values())
             return free and not overlaps and len(machine.gpus) >= len(planned.gpus)
 
         for engine, machine in sorted(spare.items(), key=lambda each: not each[1].shares(planned)):
             if suits(machine):
-                return engine, machine
+                return engine
         lost = self._servers[host]
         other = f"engine with a free GPU among {', '.join(map(str, spare))}" if spare else "other engine"
         raise StartError(
@@ -226,6 +232,7 @@ class IPythonParallel(Transport):
             path = self._directory.path / f"{host}.keys"
             write_keys(path, replace(self._keys, server_public=answer["key"], server_secret=""))
             self._servers[host] = _Server(engine=engine, machine=machine, address=answer["address"], keys=path)
+            self._planned.setdefault(host, machine)
             _logger.info("%s is next to ipyparallel's engine %d: %s", host, engine, self._servers[host])
         if failures:
             raise StartError("\n".join(failures))
