@@ -23,7 +23,7 @@ from distnb.errors import StartError
 from tests import processes
 from tests.kernel import Notebook, lines_of_each
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = pytest.mark.timeout(240)
 
 _PROFILE = "machines"
 _GONE_WITHIN_S = 10.0
@@ -100,7 +100,7 @@ def test_both_clusters_are_used_and_a_lost_engine_is_replaced(
 ) -> None:
     with Notebook() as notebook:
         notebook.run(f"import distnb, distnb.notebook.compose, ipyparallel\nrc = ipyparallel.Client({str(file)!r})")
-        notebook.run("distnb.start(cluster=rc); None")
+        notebook.run("distnb.start(cluster=rc); None", timeout_s=120)
         running = notebook.start("%%distribute mirrored\nimport time\nprint('begun')\ntime.sleep(1)")
         notebook.wait_for_output(running, "begun")
         pids = client[:].apply_sync(os.getpid)
@@ -121,7 +121,7 @@ def test_both_clusters_are_used_and_a_lost_engine_is_replaced(
         client.wait_for_engines(2, timeout=60)
         processes.OF_MODULE.update(processes.children_of_this_run())
         notebook.run("rc.wait_for_engines(2, timeout=30); None")
-        notebook.run("%distnb restart --missing")
+        notebook.run("%distnb restart --missing", timeout_s=120)
         assert lines_of_each(notebook.run(_SUM).stdout) == [["2.0"]] * 2
         notebook.run("%distnb stop")
         wait_until_gone(client)
@@ -129,7 +129,7 @@ def test_both_clusters_are_used_and_a_lost_engine_is_replaced(
 
 def test_the_end_of_the_notebook_ends_distnbs_engines_only(client: ipyparallel.Client, file: Path) -> None:
     with Notebook() as killed:
-        killed.run(f"%distnb start --ipyparallel {file} --workers 1 --ps 1")
+        killed.run(f"%distnb start --ipyparallel {file} --workers 1 --ps 1", timeout_s=120)
         assert "ps 0" in killed.run("%distnb status").text
         assert not killed.value("'px' in get_ipython().magics_manager.magics['line']")  # it is for the user's client
         os.kill(killed.pid, signal.SIGKILL)
