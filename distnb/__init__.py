@@ -17,6 +17,8 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent, unless 
 _WHERE = {
     "start": "distnb.notebook.compose",
     "stop": "distnb.notebook.compose",
+    "connect": "distnb.notebook.compose",
+    "disconnect": "distnb.notebook.compose",
     "Server": "distnb.cluster.remote.engine_server",
     "Cluster": "distnb.notebook.session:Session",
     "errors": "distnb.errors:",
@@ -94,6 +96,8 @@ if TYPE_CHECKING:
     from distnb.input.dataset import DistributedDataset as DistributedDataset
     from distnb.input.dataset import DistributedIterator as DistributedIterator
     from distnb.input.sources.element_spec import TensorSpec as TensorSpec
+    from distnb.notebook.compose import connect as connect
+    from distnb.notebook.compose import disconnect as disconnect
     from distnb.notebook.compose import start as start
     from distnb.notebook.compose import stop as stop
     from distnb.notebook.session import Session as Cluster  # noqa: F401

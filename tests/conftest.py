@@ -36,7 +36,8 @@ from tests.kernel import Notebook, Shared
 # Set before tempfile's cached directory, jupyter_core or IPython is imported. The path is short, because it contains UNIX
 # sockets. So a worker's directory is not inside that of the process that started it.
 _ROOT = Path(tempfile.mkdtemp(prefix="dnb-", dir=os.environ.setdefault("DISTNB_TEST_ROOTS", tempfile.gettempdir())))
-for _name, _folder in {"TMPDIR": "tmp", "IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "run"}.items():
+_FOLDERS = {"TMPDIR": "tmp", "IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "run", "XDG_STATE_HOME": "state"}
+for _name, _folder in _FOLDERS.items():
     (_ROOT / _folder).mkdir()
     os.environ[_name] = str(_ROOT / _folder)
 tempfile.tempdir = None

@@ -52,8 +52,12 @@ class Connection:
         program_url, control_url: The ZeroMQ addresses of the notebook. The first is "" if there is a `listener`.
         server_public: The notebook's CURVE key (Z85).
         client_public, client_secret: The engines' CURVE keys (Z85).
-        notebook_pid: The id of the notebook's process. The engines end when this process ends.
+        notebook_pid: The id of the process with which the engines end: the notebook, or a detached cluster's daemon.
         listener: The path of the UNIX socket at which engines of the notebook's machine receive programs, or "".
+        heartbeat_url: The ZeroMQ address by which other machines detect the loss of the notebook's machine; "" for the
+            `control_url`.
+        on_disconnect: What happens to a running program if the notebook ends: "continue" or "end" if the engines stay
+            for another notebook; "" if they end with it.
         controller: True if ipyparallel's controller will run, for its own clients.
         directory: The private directory on this machine from which the connection was read.
     """
@@ -65,6 +69,8 @@ class Connection:
     client_secret: str
     notebook_pid: int
     listener: str = ""
+    heartbeat_url: str = ""
+    on_disconnect: str = ""
     controller: bool = True
     directory: str = ""
 

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from distnb.cluster.local.processes import Processes
 from distnb.errors import NoClusterError, StartError
 from distnb.topology import Device
 
-__all__ = ["Cluster", "EngineProcess"]
+__all__ = ["Cluster", "EngineProcess", "RunningCluster"]
 
 _logger = logging.getLogger("distnb.cluster")
 
@@ -49,8 +50,67 @@ class EngineProcess:
     ended: str = ""
 
 
-class Cluster:
-    """The engines of a cluster, with a watcher thread that handles the end of an engine at once.
+class RunningCluster(ABC):
+    """The processes of a cluster, whichever process owns them."""
+
+    @property
+    @abstractmethod
+    def engines(self) -> dict[int, EngineProcess]:
+        """The latest process of every engine, running or ended, by engine id."""
+
+    @property
+    @abstractmethod
+    def directory(self) -> Path:
+        """The cluster's private directory with secrets and logs. Raises NoClusterError if it is not running."""
+
+    @abstractmethod
+    def host(self, engine: int) -> str:
+        """Return the name of an engine's machine, or "" for this one."""
+
+    @abstractmethod
+    def restart(self, engines: Sequence[int], *, on_progress: OnProgress = lambda text: None) -> None:
+        """Replace engines with new processes of the same ids and devices.
+
+        Raises:
+            StartError: An engine ended or did not start in time. All of these engines are now `missing`.
+        """
+
+    @abstractmethod
+    def notice_ends(self) -> None:
+        """Wait until `missing` includes the engines that have ended already."""
+
+    @abstractmethod
+    def engine_ready(self, engine: int) -> None:
+        """Record that the agent of an engine serves programs. Any thread may call this."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End every process of the cluster and remove its files. Do nothing if it is not running."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ids of the engines whose process has ended."""
+        return tuple(process.engine for process in self.engines.values() if process.ended)
+
+    @property
+    def client_file(self) -> Path:
+        """The file for `ipyparallel.Client(path)`, ipyparallel's own client. It is created soon after the start."""
+        return self.directory / "security" / "ipcontroller-client.json"
+
+    def log_tail(self, engine: int, lines: int = _LOG_LINES) -> str:
+        """Return the last lines that an engine wrote outside programs, indented."""
+        try:
+            text = self._log_path(engine).read_text(errors="replace").rstrip().splitlines()[-lines:]
+        except OSError:
+            text = []
+        return "\n".join(f"    {line}" for line in text) or "    (it is empty)"
+
+    def _log_path(self, engine: int) -> Path:
+        return self.directory / "log" / f"engine-{engine}.log"
+
+
+class Cluster(RunningCluster):
+    """The engines that this process owns, with a watcher thread that handles the end of an engine at once.
 
     Start a cluster only once. All methods run in the notebook process, and any thread may call them.
 
@@ -92,11 +152,6 @@ class Cluster:
         """The latest process of every engine, running or ended, by engine id."""
         return dict(sorted(self._engines.items()))
 
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The ids of the engines whose process has ended."""
-        return tuple(process.engine for process in self.engines.values() if process.ended)
-
     def notice_ends(self) -> None:
         """Wait until `missing` includes the engines that have ended already."""
         if self._processes is not None:
@@ -109,21 +164,9 @@ class Cluster:
             raise NoClusterError("This cluster is not running, so it has no files. Start one with %distnb start.")
         return self._processes.directory
 
-    @property
-    def client_file(self) -> Path:
-        """The file for `ipyparallel.Client(path)`, ipyparallel's own client. It is created soon after the start."""
-        return self.directory / "security" / "ipcontroller-client.json"
-
-    def log_tail(self, engine: int, lines: int = _LOG_LINES) -> str:
-        """Return the last lines that an engine wrote outside programs, indented."""
-        try:
-            text = self._log_path(engine).read_text(errors="replace").rstrip().splitlines()[-lines:]
-        except OSError:
-            text = []
-        return "\n".join(f"    {line}" for line in text) or "    (it is empty)"
-
-    def _log_path(self, engine: int) -> Path:
-        return self.directory / "log" / f"engine-{engine}.log"
+    def host(self, engine: int) -> str:
+        """Return the name of an engine's machine, or "" for this one."""
+        return self.launcher.host(engine)
 
     # -- start ------------------------------------------------------------------------------------------------------
 

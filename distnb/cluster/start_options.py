@@ -9,10 +9,17 @@ from typing import Any
 
 from distnb.cluster.resolvers.base import ClusterResolver
 from distnb.cluster.tasks import tasks_of
+from distnb.errors import OptionError
 from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
 from distnb.topology import Device, Task
 
-__all__ = ["StartOptions"]
+__all__ = ["DETACHED_HOURS", "ON_DISCONNECT", "StartOptions"]
+
+ON_DISCONNECT = ("continue", "end")
+"""The choices for a program that runs when the notebook ends and the engines stay."""
+
+DETACHED_HOURS = 8.0
+"""The usual time limit of engines that stay when the notebook ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,10 @@ class StartOptions:
     spread: bool = False
     wait: float | None = None
     cluster: Any = None
+    detach: bool = False
+    name: str | None = None
+    hours: float | None = None
+    on_disconnect: str | None = None
     data_limit: int | str = DATA_LIMIT_NBYTES
     tasks: tuple[Task, ...] = field(init=False)
     data_limit_nbytes: int = field(init=False)
@@ -58,3 +69,28 @@ class StartOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", tasks_of(self.workers, self.ps, self.n, self.replicas_per_worker))
         object.__setattr__(self, "data_limit_nbytes", nbytes_of(self.data_limit))
+        self._check_detached()
+
+    def _check_detached(self) -> None:
+        """Check the options of a cluster that stays when the notebook ends."""
+        for option in ("name", "hours", "on_disconnect"):
+            if not self.detach and getattr(self, option) is not None:
+                raise OptionError(
+                    f"{option}={getattr(self, option)!r} is for engines that stay when the notebook ends. Give "
+                    "detach=True, too."
+                )
+        if self.on_disconnect not in (None, *ON_DISCONNECT):
+            raise OptionError(f"on_disconnect={self.on_disconnect!r}: give one of {', '.join(ON_DISCONNECT)}.")
+        hours = self.hours
+        if hours is not None and not (isinstance(hours, int | float) and hours > 0):
+            raise OptionError(f"hours={hours!r}: give the hours after which the engines end, or inf for no limit.")
+        if self.detach and not isinstance(self.cluster, str | os.PathLike | None):
+            raise OptionError(
+                f"detach=True is for a process of its own, which cannot use {self.cluster!r}. Name the ipyparallel "
+                "cluster by its profile, or by its ipcontroller-client.json."
+            )
+        if self.detach and self.tasks:
+            raise OptionError(
+                "detach=True is not for a cluster with parameter servers: its coordinator is the notebook itself. Save "
+                "checkpoints (distnb.CheckpointManager), from which a new cluster continues."
+            )

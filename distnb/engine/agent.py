@@ -41,6 +41,7 @@ from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream,
 from distnb.engine.profiling import Profile
 from distnb.engine.rooms import ROOMS, ProgramKind
 from distnb.engine.started_threads import note_work_of_pools, threads_awaited
+from distnb.engine.staying.absence import Absence
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.input import dataset as datasets
@@ -49,6 +50,7 @@ from distnb.objects.code import spawned_processes
 from distnb.objects.packing import Packed
 from distnb.runtime import spmd, step_count
 from distnb.runtime.inspection import inspecting
+from distnb.runtime.randomness import streams
 from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
 from distnb.values import DistributedValues
@@ -59,11 +61,13 @@ from distnb.wire.exchange import Result
 from distnb.wire.messages import (
     Apply,
     CallFunction,
+    EngineState,
     ErrorReport,
     Hello,
     PostMortem,
     ProgramEnded,
     Reply,
+    Restore,
     RunCell,
     Unreadable,
 )
@@ -120,6 +124,17 @@ class Agent:
         else:
             self._programs = Link(context, engine, connection.program_url, **keys)
         self._links = [self._programs]
+        self._loop = IOLoop.current()
+        self._has_returned = False  # whether a notebook is there to which this thread has not sent its hello
+        self._latest: Any = None  # the latest program of a team: its message
+        self._unseen_error: ErrorReport | None = None
+        self._absence = None
+        if connection.on_disconnect:
+            self._absence = Absence(
+                connection.on_disconnect,
+                lambda: self._hello(returning=True),
+                lambda: self._loop.add_callback(self._reconnect),
+            )
         pipes = {}
         logs = {}
         streams: tuple[tuple[int, Literal["stdout", "stderr"]], ...] = ((1, "stdout"), (2, "stderr"))
@@ -130,9 +145,10 @@ class Agent:
         self._console = Console(engine, self._guard, self._running, self._emit)
         self._control = Control(
             engine,
-            Link(context, engine, connection.control_url, **keys),
+            lambda: Link(context, engine, connection.control_url, **keys),
             self._guard,
             self._console,
+            absence=self._absence,
             free_collectives=groups.abort,
             hold_limits=groups.hold_limits,
             sample=self._telemetry.sample,
@@ -147,6 +163,7 @@ class Agent:
             CallFunction: ProgramKind(run=self._call, replica=self.replica_in, drops_failure=True),
             Apply: ProgramKind(run=self._apply, replica=self.replica_in, measured=False),
             PostMortem: ProgramKind(run=self._post_mortem, replica=self._failed_replica, measured=False),
+            Restore: ProgramKind(run=self._restore, replica=self.replica_in, measured=False),
         }
         self.notices: dict[type, Callable[[Any], None]] = {}
         self.suspensions: list[Callable[[], None]] = []
@@ -158,7 +175,7 @@ class Agent:
 
     def serve(self) -> None:
         """Begin to serve on the running event loop of this thread, and send `Hello`."""
-        hello = Hello(self.engine, os.getpid(), socket.gethostname())
+        hello = self._hello()
         self._leave = signal.signal(signal.SIGTERM, self._terminate)
         self._control.start()
         _logger.info("engine %d serves on %s", self.engine, self.device)
@@ -169,6 +186,45 @@ class Agent:
         # The objects of torch and IPython are never garbage, so later collections need not visit them.
         gc.freeze()
         warm_up_when_idle(lambda: 0.0 if self._serving else time.monotonic() - self._served)
+
+    def _hello(self, *, returning: bool = False) -> Hello:
+        """Return this engine's introduction, to its first notebook or to a later one."""
+        state = None
+        if returning and self._absence is not None:
+            latest, team = (self._latest.program, self._latest.team) if self._latest is not None else (0, None)
+            state = EngineState(
+                program=latest,
+                engines=team.engines if team is not None else (),
+                unseen=self._absence.unseen,
+                running=self._control.running is not None,
+                serial=self._objects.serial,
+                generation=team.generation if team is not None else 0,
+                teams=self._objects.keys,
+                error=self._unseen_error,
+            )
+        return Hello(self.engine, os.getpid(), socket.gethostname(), state)
+
+    def _reconnect(self) -> None:
+        """Connect to another notebook for programs, once the programs of the last one have ended."""
+        self._has_returned = True
+        if self._serving:
+            return  # the program's end calls this again
+        self._has_returned = False
+        assert self._absence is not None
+        if self.connection.listener:
+            self._ignore()
+            self._programs.close()
+            try:
+                connected = unix_socket.connect(self.connection.listener, self.engine)
+            except OSError:  # that notebook has ended, too
+                _logger.info("the notebook cannot be reached for programs")
+                return
+            self._links = [connected, *(link for link in self._links if link is not self._programs)]
+            self._programs = connected
+            self._listen()
+        self._programs.send(self._hello(returning=True))
+        self._absence.owes_hello = False
+        self._unseen_error = None
 
     def _running(self) -> tuple[int, int] | None:
         return self._control.running
@@ -242,6 +298,8 @@ class Agent:
                 self._links = [link for link in self._links if not link.ended]
             if not self._listening and not self._programs.ended:
                 self._listen()
+            if self._has_returned:
+                self._reconnect()
 
     def _by_turns(self, latest: ProgramLink | None) -> list[ProgramLink]:
         """Return the links in the order to poll them: the latest program's link last, since the poll waits there."""
@@ -280,6 +338,7 @@ class Agent:
         replica = kind.replica(message)
         if _logger.isEnabledFor(logging.DEBUG):
             _logger.debug("program %d began: %s, replica %d", message.program, type(message).__name__, replica)
+        self._latest = message
         step_count.watch_optimizers()
         datasets.program_began()
         self._console.refusal = kind.refusal
@@ -290,6 +349,8 @@ class Agent:
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
             reply = self.failed(message.program, error)
         _logger.debug("program %d ended: %s", message.program, reply.status)
+        if self._absence is not None:
+            self._unseen_error = reply.error if self._absence.owes_hello else None
         folder_locks.release_kept()
         debugger.stop_stepping()
         self._console.leave()
@@ -448,6 +509,14 @@ class Agent:
         return self._run_together(
             message.program, message.team, replica, body, nothing_new=message.snapshot.binds_nothing
         )
+
+    def _restore(self, message: Restore, replica: int) -> Reply:
+        def body() -> Any:
+            if self.engine in message.undone:
+                streams.undo_run()
+            return self._namespace.restore(message.snapshot, replica, message.names, message.skipped)
+
+        return self._run_together(message.program, message.team, replica, body)
 
     def _apply(self, message: Apply, replica: int) -> Reply:
         def body() -> Any:

@@ -28,9 +28,10 @@ from distnb.engine import guard
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
 from distnb.engine.output import telemetry
+from distnb.engine.staying.absence import Absence
 from distnb.frames import OWN
 from distnb.watching import live
-from distnb.wire.channel import Link
+from distnb.wire.channel import ConnectionMonitor, Link
 from distnb.wire.messages import (
     Abort,
     Activity,
@@ -50,6 +51,7 @@ from distnb.wire.messages import (
     ReclaimProgram,
     SendLog,
     SetLogLevel,
+    ShowKept,
     Stacks,
     TelemetrySample,
     WidgetChange,
@@ -77,7 +79,8 @@ class Control:
     """The engine's second thread, and the queue in which the other threads put their events.
 
     Args:
-        link: The control channel. Only this thread uses it.
+        connect: Returns a new link to the notebook for control. Only this thread uses it.
+        absence: The rules for the time without a notebook; None if the engine ends with its notebook.
         console: Receives the user's answers.
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
         hold_limits: Suspends the time limits of collectives, or resumes them (thread-safe).
@@ -93,10 +96,11 @@ class Control:
     def __init__(
         self,
         engine: int,
-        link: Link,
+        connect: Callable[[], Link],
         guard: Guard,
         console: Console,
         *,
+        absence: Absence | None,
         free_collectives: Callable[[str], None],
         hold_limits: Callable[[bool], None],
         sample: Callable[..., TelemetrySample],
@@ -104,7 +108,11 @@ class Control:
         pipes: dict[int, Callable[[bytes], None]],
     ) -> None:
         self._engine = engine
-        self._link = link
+        self._connect = connect
+        self._link = connect()
+        self._absence = absence
+        self._monitor = self._link.monitor() if absence is not None else None
+        self._poller = zmq.Poller()
         self._guard = guard
         self._console = console
         self._hold_limits = hold_limits
@@ -134,6 +142,8 @@ class Control:
             self._measured = (program, replica)
             activity.program_began()
         self.running = (program, replica)
+        if self._absence is not None:
+            self._absence.program_began(program)
 
     def program_ended(self, event: ProgramEnded | None) -> None:
         """Send the event at once, after all of the program's output. With None the reply alone reports the end."""
@@ -173,8 +183,10 @@ class Control:
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
+        poller = self._poller
         poller.register(self._link.socket, zmq.POLLIN)
+        if self._monitor is not None:
+            poller.register(self._monitor.socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         for fd in self._pipes:
             poller.register(fd, zmq.POLLIN)
@@ -188,6 +200,8 @@ class Control:
             self._asleep = False
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
+            if self._monitor is not None:
+                self._follow_connection(self._monitor)
             while (order := self._link.receive()) is not None:
                 self._follow_order(order)
             for fd, forward in self._pipes.items():
@@ -199,6 +213,37 @@ class Control:
                 self._measure()
             self._flush()
 
+    def _follow_connection(self, monitor: ConnectionMonitor) -> None:
+        """Handle the end of a notebook, and the arrival of the next one."""
+        absence = self._absence
+        assert absence is not None
+        for connected in monitor.news():
+            if connected:
+                if absence.lasts:
+                    self._link.send([absence.hello()])
+                    absence.reconnect()
+                continue
+            absence.begin(self.running)
+            self._replace_link(monitor)
+            running = self.running
+            if running is not None:
+                self._console.answer(Answer(running[0], refusal="the notebook has ended, so nobody can answer."))
+                if absence.ends_programs:
+                    self.end_program(running[0], "the notebook has ended")
+            return  # the monitor is closed
+
+    def _replace_link(self, monitor: ConnectionMonitor) -> None:
+        """Connect again: the old socket would send the next notebook what the last one did not read."""
+        self._poller.unregister(monitor.socket)
+        self._poller.unregister(self._link.socket)
+        monitor.close()
+        self._link.socket.linger = 0
+        self._link.close()
+        self._link = self._connect()
+        self._monitor = self._link.monitor()
+        self._poller.register(self._link.socket, zmq.POLLIN)
+        self._poller.register(self._monitor.socket, zmq.POLLIN)
+
     def _follow_order(self, order: Any) -> None:
         _logger.debug("received %s", type(order).__name__)  # without its content: an `Answer` may be a password
         if isinstance(order, Abort):
@@ -207,6 +252,9 @@ class Control:
             self._guard.abort(order.program, order.reason, order.interrupted, self._free)
         elif isinstance(order, Answer):
             self._console.answer(order)
+        elif isinstance(order, ShowKept):
+            if self._absence is not None and (kept := self._absence.end(self._engine)):
+                self._link.send(list(kept))
         elif isinstance(order, Prompting):
             self._hold_limits(order.on)
         elif isinstance(order, ReclaimProgram):
@@ -244,8 +292,12 @@ class Control:
             self._events.extendleft(reversed(self._read_points()))
         if not self._events:
             return
-        batch = [self._events.popleft() for _ in range(len(self._events))]
-        self._link.send(_joined(batch))
+        batch = _joined([self._events.popleft() for _ in range(len(self._events))])
+        if self._absence is not None:
+            self._absence.keep(batch)
+            if self._absence.lasts:
+                return
+        self._link.send(batch)
 
     def _read_points(self) -> list[Live]:
         """Return the points whose numbers have arrived from the device, or all points once the program has ended."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distnb.cluster import tpu_chips
+from distnb.cluster.detached import listing as detached
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.resolvers import (
     ClusterResolver,
@@ -102,7 +103,33 @@ class ClusterMagic:
         several = len({row.host for row in rows}) > 1
         places = (f"{row.task or row.engine} on {row.device}" + (f" of {row.host}" if several else "") for row in rows)
         print(f"{_count(len(rows), 'engine')} ready: {', '.join(places)}.")
+        if session.name:
+            print(
+                f"They stay when this notebook ends. Continue in another one, or after a restart of the kernel, with "
+                f"%distnb connect {session.name}"
+            )
         return session
+
+    def connect(self, found: Namespace) -> None:
+        """Run `%distnb connect NAME [--take]`."""
+        with _progress(self._shell) as show:
+            session = sessions.connect(found.name, take=found.take, on_progress=show)
+        rows = session.status()
+        print(f"Connected to {session.name}: {_count(len(rows), 'engine')}.")
+
+    def disconnect(self, found: Namespace) -> None:
+        """Run `%distnb disconnect`."""
+        name = sessions.require().name
+        sessions.disconnect()
+        print(f"Disconnected from {name}. Its engines stay: %distnb connect {name}")
+
+    def list(self, found: Namespace) -> None:
+        """Run `%distnb list`."""
+        rows = detached.rows()
+        if rows:
+            self._table(detached.HEADER, rows)
+        else:
+            print("You have no detached cluster on this machine. %distnb start --detach starts one.")
 
     def stop(self, found: Namespace) -> None:
         """Run `%distnb stop`."""

@@ -7,6 +7,7 @@ import shlex
 from functools import partial
 from typing import NoReturn
 
+from distnb.cluster.start_options import ON_DISCONNECT
 from distnb.errors import OptionError, closest
 from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
 from distnb.process_log import LEVELS
@@ -84,6 +85,9 @@ def _commands() -> dict[str, LineParser]:
     about = {
         "start": "start engines: one per GPU, or two on the CPU",
         "stop": "end the engines",
+        "connect": "connect to a detached cluster, whose engines stayed when their notebook ended",
+        "disconnect": "leave a detached cluster, whose engines stay for the next notebook",
+        "list": "list your detached clusters on this machine",
         "restart": "replace all engines, or the given ones",
         "status": "show each engine's role, device and state",
         "devices": "show the devices, their engines and their memory",
@@ -105,6 +109,9 @@ def _commands() -> dict[str, LineParser]:
     add = commands["restart"].add_argument
     add("engines", metavar="ENGINE", nargs="*", type=_whole, help="engine numbers, as shown by %%distnb status")
     add("--missing", action="store_true", help="only ended engines; mirrored objects are restored to them")
+    add = commands["connect"].add_argument
+    add("name", metavar="NAME", help="the cluster's name, as shown by %%distnb list")
+    add("--take", action="store_true", help="take the cluster over from another notebook")
     commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables (default: all mirrored ones)")
     add = commands["logs"].add_argument
     add("engine", metavar="ENGINE", nargs="?", type=_whole, help="only this engine")
@@ -183,6 +190,15 @@ def _start(parser: LineParser) -> None:
     )
     add("--resolver", metavar="WORD", help="source of the machines' names: slurm, tfconfig, kubernetes, or a variable")
     add("--secret", metavar="FILE", help="file with the secret of the waiting servers")
+    add("--detach", action="store_true", help="let the engines stay when the notebook ends: %%distnb connect")
+    add("--name", metavar="NAME", help="name of a detached cluster (default: cluster-1, cluster-2, …)")
+    add("--hours", metavar="H", type=float, help="time limit of a detached cluster (default: 8; inf for none)")
+    add(
+        "--on-disconnect",
+        metavar="WORD",
+        choices=ON_DISCONNECT,
+        help="what a running cell does when the notebook ends: continue (default) or end",
+    )
     add(
         "--data-limit",
         metavar="SIZE",

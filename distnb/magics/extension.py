@@ -135,6 +135,8 @@ class Extension:
         self._leave()
         self._finish_calls(result, stop=result is None or isinstance(result.error_in_exec, KeyboardInterrupt))
         folder_locks.release_kept()
+        if (session := compose.current()) is not None:
+            session.save_names()
         self._history.end(result)
         self._front.end_cell(failed=result is None or not result.success)
 

@@ -22,7 +22,18 @@ if TYPE_CHECKING:
     from distnb.notebook.views.runs import History
     from distnb.topology import Device
 
-__all__ = ["attach", "current", "history", "machines", "require", "start", "start_with", "stop"]
+__all__ = [
+    "attach",
+    "connect",
+    "current",
+    "disconnect",
+    "history",
+    "machines",
+    "require",
+    "start",
+    "start_with",
+    "stop",
+]
 
 
 _front = FrontEnd()
@@ -103,6 +114,10 @@ def start(
     spread: bool = False,
     wait: float | None = None,
     cluster: str | os.PathLike[str] | ipyparallel.Cluster | ipyparallel.Client | None = None,
+    detach: bool = False,
+    name: str | None = None,
+    hours: float | None = None,
+    on_disconnect: str | None = None,
     data_limit: int | str = DATA_LIMIT_NBYTES,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Session:
@@ -158,12 +173,18 @@ def start(
             `ipyparallel.Cluster` or `Client`, the name of an IPython profile, or the path of the cluster's
             ipcontroller-client.json. With `n`, or `workers` and `ps`, only the first ipyparallel engines. They remain
             usable. This process must reach their machines by TCP, and they must reach this one.
+        detach: Whether the engines stay when this process ends, until `distnb.stop()`, `distnb stop NAME` in a
+            terminal, or their time limit. `distnb.connect` continues with them. Not for parameter servers.
+        name: The name of a detached cluster. None for "cluster-1", "cluster-2", …
+        hours: The time limit of a detached cluster, in hours; inf for none. None for 8.
+        on_disconnect: What happens to a cell that runs when this process ends: "continue" (the default) or "end".
         data_limit: The size, in bytes or as text ("2 GB"), above which data that a cell assigns stays on the engines.
             The notebook then has a handle of it.
         on_progress: Called with a text whenever the start makes progress.
 
     Returns:
-        The session. It ends when `stop` is called, or when this process ends for any reason.
+        The session. It ends when `stop` is called, or when this process ends for any reason. Detached engines do not
+        end with this process.
 
     Raises:
         StartError: A cluster runs already, this machine lacks something that was requested, or an engine did not start.
@@ -200,6 +221,10 @@ def start(
         spread=spread,
         wait=wait,
         cluster=cluster,
+        detach=detach,
+        name=name,
+        hours=hours,
+        on_disconnect=on_disconnect,
         data_limit=data_limit,
     )
     return start_with(options, on_progress)
@@ -213,20 +238,97 @@ def start_with(options: StartOptions, on_progress: Callable[[str], None] = lambd
 
     check_main_guard("distnb.start()")
     with _lock:
-        running = current()
-        if running is not None:
-            devices_there = ", ".join(row.device for row in running.status())
-            raise StartError(
-                f"A cluster is running already ({devices_there}). Use it, or stop it first, which also discards the "
-                "variables on its engines: %distnb stop, or distnb.stop()."
-            )
-        stop()  # notifies the followers of a session that was ended by its own `stop`
+        _check_none_is_running()
         _session = Session.start(options, user_ns=_user_namespace(), on_progress=on_progress)
         _session.namespace.most_nbytes = options.data_limit_nbytes
-        atexit.register(stop)
-        _register_remote()
-        _follow(_session)
+        _use(_session)
         return _session
+
+
+def _check_none_is_running() -> None:
+    running = current()
+    if running is not None:
+        devices_there = ", ".join(row.device for row in running.status())
+        raise StartError(
+            f"A cluster is running already ({devices_there}). Use it, or stop it first, which also discards the "
+            "variables on its engines: %distnb stop, or distnb.stop()."
+        )
+    stop()  # notifies the followers of a session that was ended by its own `stop`
+
+
+def _use(session: Session) -> None:
+    atexit.register(_leave)
+    _register_remote()
+    _follow(session)
+
+
+def connect(name: str, *, take: bool = False, on_progress: Callable[[str], None] = lambda text: None) -> Session:
+    """Connect to a detached cluster: `%distnb connect` does the same.
+
+    The engines keep everything when a notebook ends: models, optimizers, datasets, random states. Names that the
+    earlier notebook had bound to objects on the engines are bound here to new handles, and data that the engines have
+    is fetched. The names are listed, and those that could not be restored. Names that this notebook has already are not
+    changed.
+    If a cell was running when the earlier notebook ended, its output is shown, and this function waits for its end.
+
+    Args:
+        name: The name of the cluster; `distnb list` in a terminal shows the names.
+        take: Whether to take the cluster over from another notebook that is connected.
+        on_progress: Called with a text whenever there is progress.
+
+    Returns:
+        The session.
+
+    Raises:
+        NoClusterError: No detached cluster of this name runs on this machine.
+        ClusterError: Another notebook is connected, or an engine does not answer.
+        StartError: This notebook has a cluster already.
+
+    Example:
+        >>> import distnb
+        >>> cluster = distnb.start(2, detach=True, name="exp1")      # doctest: +SKIP
+        >>> # ... in another notebook, or after a restart of the kernel:
+        >>> cluster = distnb.connect("exp1")                         # doctest: +SKIP
+    """
+    global _session
+    from distnb.notebook.session import Session
+    from distnb.runtime.scripts.main_guard import check_main_guard
+
+    check_main_guard("distnb.connect()")
+    with _lock:
+        _check_none_is_running()
+        _session, restored = Session.connect(
+            name, user_ns=_user_namespace(), take=take, on_progress=on_progress, follow=_follow
+        )
+        _use(_session)
+        print(restored)
+        return _session
+
+
+def disconnect() -> None:
+    """Leave the engines of a detached cluster to the next notebook. The end of this process does the same.
+
+    Raises:
+        OptionError: The engines end with this notebook.
+        NoClusterError: No cluster is running.
+    """
+    global _session
+    with _lock:
+        session = require()
+        session.save_names()
+        session.disconnect()
+        _session = None
+        atexit.unregister(_leave)
+        _follow(None)
+
+
+def _leave() -> None:
+    """Leave a detached cluster, and stop any other, when this process ends."""
+    session = current()
+    if session is not None and session.name:
+        disconnect()
+    else:
+        stop()
 
 
 def stop() -> None:
@@ -235,7 +337,7 @@ def stop() -> None:
     with _lock:
         session, _session = _session, None
         if session is not None:
-            atexit.unregister(stop)
+            atexit.unregister(_leave)
             session.stop()
             _follow(None)
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from distnb import process_log
-from distnb.cluster.connection import Connection, Keys, make_keys
-from distnb.cluster.lifecycle import Cluster
-from distnb.cluster.local.processes import Processes
+from distnb.cluster.connection import Keys
+from distnb.cluster.lifecycle import RunningCluster
 from distnb.cluster.remote.heartbeat import LOST_AFTER_S
-from distnb.cluster.remote.hosts import HostPlan
-from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.errors import NoClusterError, OptionError, StartError
+from distnb.notebook.engine_owners import EngineOwner
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.programs.dispatch import Dispatch
 from distnb.notebook.programs.supervisor import Supervisor
@@ -25,7 +20,7 @@ from distnb.notebook.teams import Teams
 from distnb.options import StrategySpec
 from distnb.process_log import close_log, open_log
 from distnb.topology import Task, Team
-from distnb.wire.channel import Peers, Switchboard
+from distnb.wire.channel import Peers
 from distnb.wire.messages import SetLogLevel
 
 __all__ = ["EngineStatus", "Engines"]
@@ -63,38 +58,28 @@ class Engines:
         tasks: The role of each engine; empty if all are alike.
     """
 
-    def __init__(self, plan: HostPlan, namespace: NotebookNamespace) -> None:
-        self._plan = plan
-        self.tasks: dict[int, Task] = dict(enumerate(plan.tasks))
+    def __init__(self, owner: EngineOwner, namespace: NotebookNamespace) -> None:
+        self.owner = owner
+        self.tasks: dict[int, Task] = dict(enumerate(owner.tasks))
         self._no_replicas = frozenset(engine for engine, task in self.tasks.items() if not task.computes)
         self._namespace = namespace
-        self._keys = make_keys()
-        self._processes = Processes()
         try:
-            open_log(self._processes.directory, "notebook")
-            _logger.info("a cluster on %s", plan)
-            self._switchboard = Switchboard(
-                self._processes.directory,
-                server_secret=self._keys.server_secret.encode(),
-                server_public=self._keys.server_public.encode(),
-                client_public=self._keys.client_public.encode(),
-                host=plan.address if plan.hosts else None,
-            )
+            open_log(owner.directory, "notebook")
+            self._switchboard = owner.open_switchboard()
         except BaseException:
             close_log()
-            self._processes.close()
+            owner.close()
             raise
         self.supervisor = Supervisor(self._switchboard.control, self._engine_ready)
         self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
-        self._store = RendezvousStore(host=plan.address) if plan.hosts else None
-        self.teams = Teams(self._store, self._no_replicas)
-        self._cluster: Cluster | None = None
+        self.teams = Teams(owner.store, self._no_replicas)
+        self._cluster: RunningCluster | None = None
         self._closed = False
 
     @property
     def keys(self) -> Keys:
         """The cluster's keys."""
-        return self._keys
+        return self.owner.keys
 
     def open_peers(self) -> tuple[Peers, str]:
         """Open one more channel to the engines, and return it with its address for engines of other machines."""
@@ -104,24 +89,13 @@ class Engines:
 
     def start(self, on_progress: Callable[[str], None]) -> None:
         """Start the processes, and wait until every engine is ready. If that fails, `stop` frees everything."""
-        listener = self._switchboard.programs.listener
-        connection = Connection(
-            program_url=self._switchboard.program_url,
-            control_url=self._switchboard.control_url,
-            server_public=self._keys.server_public,
-            client_public=self._keys.client_public,
-            client_secret=self._keys.client_secret,
-            notebook_pid=os.getpid(),
-            listener=listener.path if listener is not None else "",
-        )
-        launcher = self._plan.launcher(connection)
-        self._cluster = Cluster(
-            self._plan.devices, connection, on_exit=self._on_exit, launcher=launcher, processes=self._processes
-        )
-        # Import torch here while the engines import it. Their replies cannot be opened without it.
-        meanwhile = partial(importlib.import_module, "torch.distributed") if self._store is None else self._store.serve
-        self._cluster.start(on_progress=on_progress, meanwhile=meanwhile)
+        self._cluster = self.owner.cluster(self._switchboard, self._on_exit)
+        self.owner.start(on_progress)
         self._await(tuple(self._cluster.engines))
+
+    def connect(self) -> None:
+        """Listen for the engines of a detached cluster, which connect again. If that fails, `disconnect`."""
+        self._cluster = self.owner.cluster(self._switchboard, self._on_exit)
 
     def _await(self, engines: Sequence[int]) -> None:
         """Wait until engines that are connected for control can be reached for programs too."""
@@ -147,7 +121,7 @@ class Engines:
         return self._cluster is not None
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> RunningCluster:
         """The processes.
 
         Raises:
@@ -181,7 +155,7 @@ class Engines:
         for engine, process in self.cluster.engines.items():
             busy = f"busy with program {stuck[engine]}, which was ended" if engine in stuck else "idle"
             hello = hellos.get(engine)
-            pid, host = (hello.pid, hello.host) if hello else (process.pid, self.cluster.launcher.host(engine))
+            pid, host = (hello.pid, hello.host) if hello else (process.pid, self.cluster.host(engine))
             task = str(self.tasks.get(engine, ""))
             rows.append(
                 EngineStatus(
@@ -207,7 +181,7 @@ class Engines:
     def log_texts(self, timeout_s: float) -> dict[str, str]:
         """Return each process's log, by the process's name. The logs of other machines are fetched."""
         found = process_log.log_texts(self.cluster.directory)
-        afar = [engine for engine in self.left if self.cluster.launcher.host(engine)]
+        afar = [engine for engine in self.left if self.cluster.host(engine)]
         for engine, texts in self.supervisor.ask_log(afar, timeout_s).items():
             found |= {
                 process if process not in found else f"{process}-{engine}": text for process, text in texts.items()
@@ -220,7 +194,7 @@ class Engines:
         The machines of engines that are never replicas do not count.
         """
         replicas = (engine for engine in self.ids if engine not in self._no_replicas)
-        return tuple(dict.fromkeys(filter(None, map(self.cluster.launcher.host, replicas))))
+        return tuple(dict.fromkeys(filter(None, map(self.cluster.host, replicas))))
 
     def team(self, spec: StrategySpec) -> Team:
         """Return the team of a strategy, as `Teams.of` chooses it. The caller holds the turn."""
@@ -239,7 +213,7 @@ class Engines:
         """
         stuck = self.supervisor.stuck
         if stuck:
-            self.dispatch.await_answers([engine for engine in stuck if self.cluster.launcher.host(engine)], _ANSWER_S)
+            self.dispatch.await_answers([engine for engine in stuck if self.cluster.host(engine)], _ANSWER_S)
 
     # -- the end, and replacements ---------------------------------------------------------------------------------
 
@@ -292,6 +266,20 @@ class Engines:
         for engine in engines:
             self._on_exit(engine, self.cluster.engines[engine].pid, _RESTARTED)
 
+    def leave(self, by: str) -> None:
+        """Report that another notebook has taken over the engines. Programs under way end here, and go on there."""
+        for engine in self.left:
+            self.supervisor.engine_died(engine, self.cluster.engines[engine].pid, f"was taken over by {by}")
+
+    def disconnect(self) -> None:
+        """Leave the engines of a detached cluster to the next notebook, and free the resources here."""
+        if self._closed:
+            return
+        self._closed = True
+        _logger.info("disconnecting")
+        self._cluster = None
+        self._close()
+
     def stop(self) -> None:
         """End every process, and free all resources. A second call does nothing."""
         if self._closed:
@@ -301,12 +289,12 @@ class Engines:
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
-        self._processes.close()
-        self._plan.close()
+        self._close()
+
+    def _close(self) -> None:
         self._namespace.close()
         self.supervisor.close()
         self.dispatch.close()
         self._switchboard.close()
-        if self._store is not None:
-            self._store.close()
+        self.owner.close()  # last: the daemon of a detached cluster may let another notebook listen from here on
         close_log()

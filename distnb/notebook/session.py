@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from distnb.checkpoint import folder_locks
 from distnb.cluster.local.terminal_socket import TerminalSocket
-from distnb.cluster.remote.hosts import HostPlan, make_plan, read_host_options
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import NoClusterError, OptionError, ProgramError
+from distnb.notebook.engine_owners import EngineOwner, connected_owner, plan_owner
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.handles.pending import DeferredCall, PendingCall, PendingCalls
@@ -25,7 +25,9 @@ from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.output.profiles import write_profiles
 from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, step_difference, warn_of_drift
 from distnb.notebook.programs.outcome import Outcome
+from distnb.notebook.reconnection import Restored, restore_names, resume_programs
 from distnb.notebook.reports import process_text, stacks_text
+from distnb.notebook.saved_names import SavedNames
 from distnb.notebook.session_part import SessionPart
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.notebook.views.timeline_model import TimelineModel
@@ -81,12 +83,13 @@ class Session:
         latest_times: The times of the latest cell that ended.
     """
 
-    def __init__(self, user_ns: dict[str, Any], plan: HostPlan) -> None:
+    def __init__(self, user_ns: dict[str, Any], owner: EngineOwner) -> None:
         self.user_ns = user_ns
         self.front = FrontEnd()
         self.namespace = NotebookNamespace(user_ns, self.perform)
         self.namespace.operations.before = self._send_deferred
-        self._engines = Engines(plan, self.namespace)
+        self._engines = Engines(owner, self.namespace)
+        self._saved_names = SavedNames()
         self._supervisor = self._engines.supervisor
         self.events = self._supervisor.events
         self._dispatch = self._engines.dispatch
@@ -116,31 +119,100 @@ class Session:
 
         `on_progress` is called with each stage of the start, in words.
         """
-        plan = make_plan(options, read_host_options(options), on_progress)
-        for notice in plan.notices:
-            print(f"distnb: {notice}", file=sys.stderr)
-        try:
-            session = cls(user_ns, plan)
-        except BaseException:
-            plan.close()
-            raise
+        session = cls(user_ns, plan_owner(options, on_progress))
         try:
             session._engines.start(on_progress)
-            answers = {"stacks": partial(stacks_text, session), "process": partial(process_text, session)}
-            session._terminal = TerminalSocket(session._engines.cluster.directory, answers)
+            session._serve_terminals()
         except BaseException:
             session.stop()
             raise
         return session
 
+    @classmethod
+    def connect(
+        cls,
+        name: str,
+        *,
+        user_ns: dict[str, Any],
+        take: bool = False,
+        on_progress: Callable[[str], None] = lambda text: None,
+        follow: Callable[[Session], None] = lambda session: None,
+    ) -> tuple[Session, Restored]:
+        """Connect to a detached cluster, and bind the names of its earlier notebook.
+
+        Args:
+            name: The cluster's name.
+            take: Whether to take it over from another notebook.
+            follow: Called with the session before it shows the output of a program that still runs.
+
+        Returns:
+            The session, and the names.
+        """
+        owner = connected_owner(name, take=take)
+        session = cls(user_ns, owner)
+        session.namespace.most_nbytes = owner.client.facts.data_limit_nbytes
+        try:
+            session._engines.connect()
+            follow(session)
+            with session._dispatch.turn:
+                latest = resume_programs(session._engines, on_progress)
+                restored = restore_names(session._engines, session.namespace, session._ask, latest)
+            session._serve_terminals()
+            session.save_names()
+        except BaseException:
+            session.disconnect()
+            raise
+        owner.client.on_taken = session._taken
+        return session, restored
+
+    def _serve_terminals(self) -> None:
+        answers = {"stacks": partial(stacks_text, self), "process": partial(process_text, self)}
+        self._terminal = TerminalSocket(self._engines.cluster.directory, answers)
+
+    @property
+    def name(self) -> str:
+        """The name of a detached cluster; "" if the engines end with the notebook."""
+        return self._engines.owner.name
+
+    def save_names(self) -> None:
+        """Save the names that are bound to engine objects, for the next notebook of a detached cluster."""
+        if self.name and self.alive:
+            names = SavedNames.of(self.user_ns)
+            if names != self._saved_names:
+                names.save(self._engines.cluster.directory)
+                self._saved_names = names
+
+    def disconnect(self) -> None:
+        """Leave the engines of a detached cluster to the next notebook. Handles here can no longer be used.
+
+        Raises:
+            OptionError: The engines end with this notebook.
+        """
+        if not self.name:
+            raise OptionError(
+                "This cluster ends with the notebook. Only a detached one can be left: %distnb start --detach, or "
+                "distnb.start(detach=True)."
+            )
+        self._leave(self._engines.disconnect)
+
+    def _taken(self, by: str) -> None:
+        """Release the cluster, which another notebook takes over."""
+        print(f"distnb: {by} has taken over the detached cluster {self.name!r}.", file=sys.stderr)
+        self._engines.leave(by)
+        with self._dispatch.turn:
+            self._leave(self._engines.disconnect)
+
     def stop(self) -> None:
         """End every process of the cluster and free its resources. A second call does nothing."""
+        self._leave(self._engines.stop)
+
+    def _leave(self, leave: Callable[[], None]) -> None:
         if os.getpid() == self._owner:  # a forked child must not end its parent's engines
             for part in self._parts:
                 part.close()
             if self._terminal is not None:
                 self._terminal.close()
-            self._engines.stop()
+            leave()
 
     @property
     def tasks(self) -> dict[int, Task]:
@@ -331,6 +403,7 @@ class Session:
                     self.namespace.incoming(team, outcome.results(team))
                     if outcome.stuck:
                         self.namespace.failed(snapshot)
+        self.save_names()
         running = tuple(outcome.replies[each].seconds for each in team.engines if each in outcome.replies)
         now = time.monotonic()
         self.latest_times = CellTimes(packing=sent - began, running=running, merging=now - ended, total=now - began)

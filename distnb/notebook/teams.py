@@ -7,8 +7,8 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from distnb.cluster.lifecycle import Cluster
-from distnb.cluster.rendezvous_store import RendezvousStore, free_port
+from distnb.cluster.lifecycle import RunningCluster
+from distnb.cluster.rendezvous_store import free_port
 from distnb.errors import ClusterError, OptionError
 from distnb.options import StrategySpec
 from distnb.strategies import class_of
@@ -25,21 +25,21 @@ class Teams:
     The engines of a team meet at the store, or without a store by files in the cluster's private directory.
 
     Args:
-        store: The store, or None.
+        store: The store's address (host, port), or None.
         excluded: The engines that belong to no team.
     """
 
-    def __init__(self, store: RendezvousStore | None, excluded: AbstractSet[int]) -> None:
+    def __init__(self, store: tuple[str, int] | None, excluded: AbstractSet[int]) -> None:
         self._store = store
         self._excluded = excluded
         # No process listens at this port. Programs that create a store of their own read it from MASTER_PORT.
-        self._address = (store.host, store.port) if store is not None else ("127.0.0.1", free_port())
+        self._address = store if store is not None else ("127.0.0.1", free_port())
         self._teams: dict[StrategySpec, Team] = {}
         self._missed: set[int] = set()  # ended engines that the user has been notified of
         self._generation = 1
         self._lock = threading.Lock()  # the watcher's thread begins new generations, too
 
-    def of(self, spec: StrategySpec, cluster: Cluster) -> Team:
+    def of(self, spec: StrategySpec, cluster: RunningCluster) -> Team:
         """Return the team of the engines that `choose_engines` chooses for a strategy."""
         known = self._teams.get(spec)
         if known is not None and known.generation == self._generation:
@@ -55,12 +55,12 @@ class Teams:
         team = self._teams[spec] = self.made_of(chosen, cluster, generation)
         return team
 
-    def made_of(self, engines: Sequence[int], cluster: Cluster, generation: int | None = None) -> Team:
+    def made_of(self, engines: Sequence[int], cluster: RunningCluster, generation: int | None = None) -> Team:
         """Return the team of these engines, in this order, of the newest generation or a given one."""
         if generation is None:
             generation = self._generation
         devices = tuple(cluster.engines[engine].device for engine in engines)
-        hosts = tuple(cluster.launcher.host(engine) for engine in engines)
+        hosts = tuple(cluster.host(engine) for engine in engines)
         directory = "" if self._store is not None else str(cluster.directory)
         store_host, store_port = self._address
         return Team(
@@ -72,6 +72,11 @@ class Teams:
             hosts=hosts,
             store_directory=directory,
         )
+
+    def continue_from(self, generation: int) -> None:
+        """Begin after a generation of an earlier notebook."""
+        with self._lock:
+            self._generation = max(self._generation, generation + 1)
 
     def renew(self, after: Team | None = None) -> None:
         """Begin a new generation: the teams of the next programs form new process groups, since an engine came or went.

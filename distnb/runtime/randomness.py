@@ -48,6 +48,7 @@ class Streams:
         self._shared_bytes = b""
         self._other: list[torch.Tensor] = []  # the states of the stream that is not in use
         self._is_own = False
+        self._before = self._replica_id, self._shared_bytes, self._other  # the latest `run`
         self._runs = 0  # the depth of nested runs: `run` may be called in `merge_call` in `run`
 
     def use_device(self, device: Device) -> None:
@@ -62,6 +63,7 @@ class Streams:
         if self._runs > 1:
             self._swap()
             return
+        self._before = self._replica_id, self._shared_bytes, self._other
         shared = self.read()
         found = _bytes(shared)
         if found == self._shared_bytes and replica_id == self._replica_id:
@@ -84,6 +86,10 @@ class Streams:
         if self._is_own:
             self._swap()
         self._runs = 0
+
+    def undo_run(self) -> None:
+        """Continue the replica's own stream as if the latest `run`, which was ended, had not begun."""
+        self._replica_id, self._shared_bytes, self._other = self._before
 
     @contextmanager
     def shared(self) -> Iterator[None]:

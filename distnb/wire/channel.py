@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from distnb.errors import MessageError, StartError
 from distnb.wire.codec import Frame, decode, encode
@@ -27,6 +28,9 @@ from distnb.wire.messages import Hello
 from distnb.wire.unix_socket import Listener, Packet, UnixSocket, pack
 
 __all__ = [
+    "CONTROL_NAME",
+    "PROGRAMS_NAME",
+    "ConnectionMonitor",
     "Link",
     "OneClientKey",
     "Peers",
@@ -39,6 +43,12 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("distnb.wire")
+
+PROGRAMS_NAME = "programs.socket"
+"""The name of the socket for programs in a cluster's private directory, if all engines are on the notebook's host."""
+
+CONTROL_NAME = "control.socket"
+"""The name of the socket for control there."""
 
 # As plain numbers: combining members of an enumeration costs as much as sending.
 _POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
@@ -64,6 +74,7 @@ class Switchboard:
     Args:
         directory: The cluster's private directory.
         host: The address to listen at for engines on other hosts; None if all engines are on this host.
+        ports: The ports for programs and for control, if engines on other hosts know them already; None for free ones.
 
     Attributes:
         programs: The channel for programs. Only the thread that holds the session's turn uses it.
@@ -76,7 +87,14 @@ class Switchboard:
     """
 
     def __init__(
-        self, directory: Path, *, server_secret: bytes, server_public: bytes, client_public: bytes, host: str | None
+        self,
+        directory: Path,
+        *,
+        server_secret: bytes,
+        server_public: bytes,
+        client_public: bytes,
+        host: str | None,
+        ports: tuple[int, int] | None = None,
     ) -> None:
         # A context of its own: the authenticator serves all sockets of its context, and users have theirs.
         self._context = zmq.Context()
@@ -86,17 +104,19 @@ class Switchboard:
         self._keys = {"secret": server_secret, "public": server_public}
         self._directory, self._host = directory, host
         try:
-            self.programs, self.program_url = self._open(Programs)
-            at = directory / "control.socket" if host is None else host
-            self.control, self.control_url = bind_router(self._context, at, **self._keys)
+            # The names and ports are known to engines that stay when the notebook ends.
+            program_port, control_port = ports or (None, None)
+            self.programs, self.program_url = self._open(Programs, PROGRAMS_NAME, program_port)
+            at = directory / CONTROL_NAME if host is None else host
+            self.control, self.control_url = bind_router(self._context, at, port=control_port, **self._keys)
         except BaseException:
             self._end()
             raise
 
-    def _open(self, kind: type[_P]) -> tuple[_P, str]:
+    def _open(self, kind: type[_P], name: str = "", port: int | None = None) -> tuple[_P, str]:
         if self._host is None:
-            return kind(listener=Listener(self._directory)), ""
-        remote, url = bind_router(self._context, self._host, **self._keys)
+            return kind(listener=Listener(self._directory, name)), ""
+        remote, url = bind_router(self._context, self._host, port=port, **self._keys)
         return kind(remote), url
 
     def open_peers(self) -> tuple[Peers, str]:
@@ -115,9 +135,11 @@ class Switchboard:
 
 
 def bind_router(
-    context: zmq.Context[Any], at: str | Path, *, secret: bytes, public: bytes
+    context: zmq.Context[Any], at: str | Path, *, secret: bytes, public: bytes, port: int | None = None
 ) -> tuple[zmq.Socket[bytes], str]:
     """Bind a ROUTER with these CURVE keys to a host, or to the path of a UNIX socket. Return it and its address.
+
+    Without a `port`, a free one of the host is used.
 
     Raises:
         StartError: This process cannot listen there.
@@ -138,7 +160,11 @@ def bind_router(
             return socket, address
         socket.ipv6 = ":" in at
         address = f"tcp://[{at}]" if ":" in at else f"tcp://{at}"
-        address = f"{address}:{socket.bind_to_random_port(address)}"
+        if port is None:
+            address = f"{address}:{socket.bind_to_random_port(address)}"
+        else:
+            address = f"{address}:{port}"
+            socket.bind(address)
         _logger.info("listening at %s", address)
         return socket, address
     except zmq.ZMQError as error:
@@ -401,6 +427,10 @@ class Link:
         """Return a descriptor that reports messages which arrive after the socket was last found empty."""
         return int(self.socket.fileno())
 
+    def monitor(self) -> ConnectionMonitor:
+        """Return a monitor of the connection, which ZeroMQ makes again whenever it has ended."""
+        return ConnectionMonitor(self.socket)
+
     def send(self, message: Any) -> None:
         """Send a copy of a message: the replica may change its tensors in place afterwards."""
         self.send_frames(encode(message))
@@ -420,6 +450,29 @@ class Link:
     def close(self) -> None:
         """Close the socket. Messages that were sent get one second to leave."""
         self.socket.close()
+
+
+class ConnectionMonitor:
+    """The monitor of a DEALER's connection to the notebook.
+
+    Attributes:
+        socket: The socket to poll. It is readable when the connection has been made or has ended.
+    """
+
+    def __init__(self, monitored: zmq.Socket[bytes]) -> None:
+        self._monitored = monitored
+        self.socket: zmq.Socket[bytes] = monitored.get_monitor_socket(
+            int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        )
+
+    def news(self) -> Iterator[bool]:
+        """Yield True each time the connection was made since the last call, and False each time it ended."""
+        while _has_message(self.socket):
+            yield recv_monitor_message(self.socket)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
+
+    def close(self) -> None:
+        """End the monitoring."""
+        self._monitored.disable_monitor()
 
 
 _P = TypeVar("_P", bound=Peers)

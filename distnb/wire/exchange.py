@@ -267,6 +267,7 @@ class Result(NamedTuple):
         environment: The parts of the environment that the program changed; None if it changed none.
         result: The structure of a call's result, with `Leaf`s.
         result_name: The name under which the engines keep the result.
+        sources: The texts of an earlier notebook's cells, by file name, for tracebacks.
     """
 
     serial: int
@@ -281,6 +282,7 @@ class Result(NamedTuple):
     environment: Environment | None = None
     result: Any = None
     result_name: str = RETURNED
+    sources: Mapping[str, str] = {}
 
     @property
     def data_given(self) -> dict[str, Described]:

@@ -26,6 +26,7 @@ __all__ = [
     "Display",
     "DumpActivity",
     "DumpStacks",
+    "EngineState",
     "ErrorReport",
     "Flush",
     "Flushed",
@@ -41,9 +42,11 @@ __all__ = [
     "ProgramEnded",
     "Prompting",
     "Reply",
+    "Restore",
     "RunCell",
     "SendLog",
     "SetLogLevel",
+    "ShowKept",
     "Stacks",
     "Status",
     "ReclaimProgram",
@@ -128,6 +131,24 @@ class Apply(NamedTuple):
     payload: Any = None
 
 
+class Restore(NamedTuple):
+    """Order to describe everything that the engines have, for a notebook that knows nothing.
+
+    Attributes:
+        snapshot: A snapshot without values.
+        names: The names that the earlier notebook had bound to engine objects, with the ids of the objects.
+        skipped: The names that the notebook has already, and that are not to be described.
+        undone: The engines whose latest program was ended, since the others did not receive it.
+    """
+
+    program: int
+    team: Team
+    snapshot: Any
+    names: Mapping[str, ObjectId]
+    skipped: tuple[str, ...] = ()
+    undone: tuple[int, ...] = ()
+
+
 class PostMortem(NamedTuple):
     """Order to open a debugger's prompt where this engine's latest cell or call failed or was ended."""
 
@@ -185,6 +206,11 @@ class Unreadable:
 
 
 # -- control channel, notebook to engine -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShowKept:
+    """Order to a detached engine to send what it has kept since its notebook ended, and all events from then on."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +287,30 @@ class Flush:
 # -- control channel, engine to notebook -------------------------------------------------------------------------
 
 
+class EngineState(NamedTuple):
+    """The state of an engine whose notebook has ended, for the notebook that connects to it.
+
+    Attributes:
+        program: The latest program that has begun; 0 before the first.
+        engines: The engines of its team.
+        unseen: The first program that the earlier notebook did not see end; 0 if it saw the ends of all.
+        running: Whether the latest program still runs.
+        serial: The number of the latest snapshot.
+        generation: The generation of its process group.
+        teams: The keys of the teams whose objects the engine has.
+        error: The error of the latest program, if it failed without a notebook.
+    """
+
+    program: int
+    engines: tuple[int, ...]
+    unseen: int
+    running: bool
+    serial: int
+    generation: int
+    teams: tuple[tuple[tuple[int, ...], int], ...]
+    error: ErrorReport | None = None
+
+
 @dataclass(frozen=True)
 class Hello:
     """The report that an engine is up, sent on both channels. On the program channel it is sent by the main loop.
@@ -268,11 +318,13 @@ class Hello:
     Attributes:
         pid: The id of the engine's process.
         host: The name of its machine.
+        state: The engine's state, if another notebook was connected before; None for a new engine.
     """
 
     engine: int
     pid: int
     host: str
+    state: EngineState | None = None
 
 
 @dataclass(frozen=True)

@@ -301,6 +301,8 @@ class Listener:
 
     Args:
         directory: The directory, which only its owner can enter. The owner removes it.
+        name: The name of the socket in it; "" for a new name. A socket of that name that an ended process left is
+            replaced.
 
     Attributes:
         path: The path of the socket.
@@ -309,8 +311,10 @@ class Listener:
         StartError: No socket can be created in the directory.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.path = os.path.join(directory, f"{secrets.token_hex(6)}.socket")
+    def __init__(self, directory: str | os.PathLike[str], name: str = "") -> None:
+        self.path = os.path.join(directory, name or f"{secrets.token_hex(6)}.socket")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         try:

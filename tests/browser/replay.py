@@ -47,6 +47,7 @@ class ReplaySession:
         return nullcontext()
 
     alive = True
+    name = ""
     latest_strategy = "mirrored"
     unshown: frozenset[int] = frozenset()
     tasks: Mapping[int, Any] = MappingProxyType({})
@@ -56,6 +57,9 @@ class ReplaySession:
         return True
 
     def finish_calls(self) -> None:
+        return
+
+    def save_names(self) -> None:
         return
 
     def interrupt(self) -> bool:

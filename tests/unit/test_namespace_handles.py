@@ -535,7 +535,7 @@ def test_handles_are_stale_after_a_stop(world: DoubleWorld) -> None:
     world.namespace.close()
     with pytest.raises(StaleHandleError, match="`x`"):
         x.values
-    assert repr(x) == "<stale: `x` (list) is gone, since the engines were restarted or stopped>"
+    assert repr(x) == "<stale: `x` (list) is gone, since the engines were restarted, stopped or left>"
     assert repr(copied).startswith("<stale: this handle (list) is gone")
     names["mine"] = copied
     with pytest.raises(StaleHandleError, match="`mine`"):

@@ -41,6 +41,7 @@ class TerminalSocket:
         self._answers = answers
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = directory / _NAME
+        path.unlink(missing_ok=True)  # an earlier notebook of a detached cluster may have left it
         self._listener.bind(str(path))
         path.chmod(0o600)
         self._listener.listen()

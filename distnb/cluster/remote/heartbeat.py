@@ -1,9 +1,9 @@
 """The connection by which a machine with engines detects the loss of the notebook's machine.
 
-The connection belongs to a process that never computes. Its other end is the notebook's control channel, so it is
-authenticated and encrypted. No messages are sent on it. The kernel's keep-alive probes detect that the other machine
-can no longer be reached. The other machine's kernel answers them, so a busy or suspended notebook is not mistaken for a
-lost one.
+The connection belongs to a process that never computes. Its other end is the notebook's control channel, or a socket
+of a detached cluster's daemon, so it is authenticated and encrypted. No messages are sent on it. The kernel's
+keep-alive probes detect that the other machine can no longer be reached. The other machine's kernel answers them, so a
+busy or suspended notebook is not mistaken for a lost one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from distnb.cluster.connection import Connection
+from distnb.cluster.connection import Connection, Keys
 from distnb.errors import StartError
+from distnb.wire.channel import OneClientKey, bind_router
 
-__all__ = ["LOST", "LOST_AFTER_S", "heartbeat"]
+__all__ = ["LOST", "LOST_AFTER_S", "HeartbeatListener", "heartbeat"]
 
 LOST = 255
 """The exit status of a local process whose node agent was not reached or was lost. It is ssh's own status for that."""
@@ -32,6 +34,36 @@ _CONNECT_S = 30
 _POLL_MS = 200
 
 
+class HeartbeatListener:
+    """The other end of these connections, if it is not the notebook's control channel.
+
+    Args:
+        host: The address to listen at.
+        keys: The cluster's keys.
+
+    Attributes:
+        url: The address for `Connection.heartbeat_url`.
+    """
+
+    def __init__(self, host: str, keys: Keys) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", OneClientKey(keys.client_public.encode()))
+        try:
+            self._socket, self.url = bind_router(
+                self._context, host, secret=keys.server_secret.encode(), public=keys.server_public.encode()
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop listening, which ends the engines on other machines."""
+        self._authenticator.stop()
+        self._context.destroy(linger=0)
+
+
 @contextmanager
 def heartbeat(connection: Connection, on_lost: Callable[[str], None]) -> Iterator[None]:
     """Watch the notebook from a thread, which calls `on_lost` once with the reason.
@@ -39,7 +71,7 @@ def heartbeat(connection: Connection, on_lost: Callable[[str], None]) -> Iterato
     Raises:
         StartError: On entering, if the notebook cannot be reached.
     """
-    url = connection.control_url
+    url = connection.heartbeat_url or connection.control_url
     closing = threading.Event()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.curve_serverkey = connection.server_public.encode()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distnb.engine.guard import spared
-from distnb.engine.namespace.cell_sources import remember_source
+from distnb.engine.namespace.cell_sources import remember_source, remembered
 from distnb.engine.namespace.copied_objects import Origin, register_copied
 from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
@@ -19,6 +19,7 @@ from distnb.engine.namespace.imported_modules import ModuleReloader
 from distnb.objects.code.definitions import is_code
 from distnb.objects.constructors import open_module
 from distnb.objects.modes.environment import (
+    RESTORED,
     Environment,
     Moment,
     apply_environment,
@@ -39,6 +40,7 @@ from distnb.wire.exchange import (
     former,
     name_of_given,
 )
+from distnb.wire.messages import ObjectId
 
 __all__ = ["EngineNamespace"]
 
@@ -362,6 +364,30 @@ class EngineNamespace:
         return self.finish(
             mark, lambda describer: [Leaf(describer.value(value, name, brief=brief)) for value in values], data, name
         )
+
+    def restore(
+        self, snapshot: Snapshot, replica: int, bound: Mapping[str, ObjectId], skipped: Iterable[str]
+    ) -> Result:
+        """Describe everything that this engine has, for a notebook that knows nothing of it.
+
+        Args:
+            snapshot: A snapshot without values.
+            bound: The names that the earlier notebook had bound to engine objects, with the ids of the objects.
+            skipped: The names that are not described, since the notebook has them already.
+        """
+        self.open(snapshot, replica)
+        objects = self.teams.of(snapshot.team)
+        for name, identity in bound.items():
+            if identity in objects.owned:
+                self.user_ns[name] = objects.owned[identity]
+        mark = self.begin("")
+        mark.before = {name: self.user_ns[name] for name in skipped if name in self.user_ns}
+        modes = {name: value for name, value in mark.environment.modes.items() if name not in RESTORED}
+        mark.environment = Environment(modes, mark.environment.cell)
+        result = self.finish(mark)
+        kept = {described.identity for described in result.names.values()} | result.fresh.keys()
+        objects.release([identity for identity in objects.owned if identity not in kept])
+        return result._replace(sources=remembered)
 
     def pack_error(self, error: BaseException) -> Packed:
         """Pack an exception with all that it holds. It keeps its class in the notebook."""

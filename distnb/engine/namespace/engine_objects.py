@@ -226,6 +226,12 @@ class ObjectsOfTeams:
         self.place = place
         self._classes = Classes()
         self._teams: dict[TeamKey, EngineObjects] = {}
+        self.serial = 0  # the number of the latest snapshot
+
+    @property
+    def keys(self) -> tuple[TeamKey, ...]:
+        """The keys of the teams."""
+        return tuple(self._teams)
 
     def of(self, key: TeamKey) -> EngineObjects:
         """Return a team's objects. A new team starts with none, and an older team of the same engines is released."""
@@ -244,6 +250,7 @@ class ObjectsOfTeams:
 
     def program_begins(self, serial: int) -> None:
         """Name classes after the program that is the first to send them, so that all replicas use the same names."""
+        self.serial = serial
         counts: collections.Counter[str] = collections.Counter()
 
         def new_id(cls: Any) -> str:

@@ -137,7 +137,7 @@ class RemoteState:
             )
         where = "the engines were" if self.tracked.ended else f"the engine of replica {min(lost)} was"
         raise StaleHandleError(
-            f"{what} ({self.type_name}) is gone: {where} restarted or stopped after it was created. {cure}"
+            f"{what} ({self.type_name}) is gone: {where} restarted, stopped or left after it was created. {cure}"
         )
 
     def move(self, before: Sequence[int], now: Sequence[int]) -> None:

@@ -31,7 +31,7 @@ from distnb.objects.plain import is_plain
 from distnb.options import DATA_LIMIT_NBYTES
 from distnb.topology import Team
 from distnb.values import DistributedValues
-from distnb.wire.exchange import HeldArgument, NamedArgument, Result, Snapshot, is_bare
+from distnb.wire.exchange import HeldArgument, NamedArgument, Result, Snapshot, TeamKey, is_bare
 from distnb.wire.messages import ObjectId
 
 __all__ = ["NotebookNamespace"]
@@ -109,7 +109,7 @@ class NotebookNamespace:
         """Return the snapshot of a call, or of an operation on `touched` handles, with arguments `(args, kwargs)`."""
         if tracked.ended:
             raise NamespaceError(
-                "The engines of this strategy were restarted or stopped while it was in use. Run the cell again."
+                "The engines of this strategy were restarted, stopped or left while it was in use. Run the cell again."
             )
         self._teams.drop_dead_engines(tracked)
         needs = self._needs(tracked)
@@ -194,6 +194,32 @@ class NotebookNamespace:
     def close(self) -> None:
         """Make every handle stale when the cluster ends."""
         self._teams.close()
+
+    # -- engines that another notebook used ----------------------------------------------------------------------------
+
+    def continue_from(self, serial: int) -> None:
+        """Assign numbers to snapshots after an earlier notebook's, which are part of the ids of objects."""
+        self._serials = itertools.count(serial + 1)
+
+    def adopt_team(self, key: TeamKey) -> tuple[int, ...]:
+        """Continue a team of an earlier notebook. Return its living engines."""
+        tracked = self._teams.adopt(key)
+        self._teams.drop_dead_engines(tracked)
+        return tracked.key[0]
+
+    def restoring_snapshot(self, engines: tuple[int, ...]) -> Snapshot:
+        """Return the snapshot of a program that describes all that the engines of a team have."""
+        tracked, serial = self._teams.of(engines), next(self._serials)
+        snapshot = Snapshot(team=tracked.key, serial=serial, most_nbytes=self.most_nbytes, fresh=True)
+        tracked.outstanding[serial] = snapshot
+        return snapshot
+
+    def restored(self, engines: tuple[int, ...], results: Mapping[int, Result]) -> None:
+        """Bind what the engines of a team have described, by replica."""
+        for filename, text in next(iter(results.values())).sources.items():
+            if filename not in linecache.cache:
+                linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+        self.apply_call(self._teams.of(engines), results, with_result=False)
 
     # -- the default strategy ------------------------------------------------------------------------------------------
 

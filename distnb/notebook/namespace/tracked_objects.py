@@ -91,7 +91,7 @@ class TrackedObjects:
         bound: The bindings of names on the engines.
         environment: The engines' environment; None if it is unknown.
         modes_set_by: The serial of the snapshot whose program changed a mode last, by mode.
-        ended: Whether the engines were restarted or stopped.
+        ended: Whether the engines were restarted, stopped or left to another notebook.
         sources: The hashes of the texts that the engines have, by file name.
         modules: The state of the notebook's modules that the engines know.
         forget, adopt, renamed, released, unlike_parts: The changes that the next snapshot reports to the engines.

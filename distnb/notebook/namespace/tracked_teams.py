@@ -38,6 +38,12 @@ class TrackedTeams:
             tracked = self._teams[engines] = self._make((engines, next(self._epochs)))
         return tracked
 
+    def adopt(self, key: TeamKey) -> TrackedObjects:
+        """Continue a team of an earlier notebook under the key that its engines know."""
+        tracked = self._teams[key[0]] = self._make(key)
+        self._epochs = itertools.count(max(key[1], next(self._epochs) - 1) + 1)
+        return tracked
+
     def engine_died(self, engine: int) -> None:
         """Note that an engine's process has ended, from any thread."""
         self._dead.add(engine)

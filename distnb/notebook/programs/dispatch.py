@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from distnb.errors import EngineDied, ReplicaStuck
@@ -51,7 +51,7 @@ class Dispatch:
         programs.watch(self.interrupts.fd)
         programs.watch(self.prompts.fd)
         self._dead: dict[int, str] = {}
-        self._connected: dict[int, int] = {}  # by engine, the process that has sent its hello
+        self._connected: dict[int, Hello] = {}  # by engine, the hello that its main thread has sent
 
     def number(self) -> int:
         """Return the serial number of the next program."""
@@ -126,11 +126,50 @@ class Dispatch:
         A program would not reach an engine without this connection. Return the engines that are not connected.
         """
         self._programs.meet(hellos)
-        while missing := [hello.engine for hello in hellos if self._connected.get(hello.engine) != hello.pid]:
+        while missing := [hello.engine for hello in hellos if not self._has_connected(hello)]:
             if failed():
                 break
             self._read(_POLL_S)
         return missing
+
+    def _has_connected(self, hello: Hello) -> bool:
+        known = self._connected.get(hello.engine)
+        return known is not None and known.pid == hello.pid
+
+    def continue_from(self, program: int) -> None:
+        """Assign numbers to programs after those of an earlier notebook."""
+        self.latest = program
+        self._numbers = itertools.count(program + 1)
+
+    def await_idle(
+        self,
+        engines: Collection[int],
+        programs: Sequence[int],
+        idle: Callable[[Hello], None],
+        ended: Callable[[], Collection[int]],
+    ) -> None:
+        """Wait until engines that an earlier notebook used have ended its programs. The user's interrupt ends these.
+
+        Args:
+            engines: The engines, which connect for programs when they are idle.
+            programs: The numbers of the programs.
+            idle: Called with the hello of each engine.
+            ended: Returns the engines whose processes have ended.
+        """
+        missing = set(engines)
+        with self.interrupts:
+            while missing := missing.difference(ended(), self._supervisor.stuck):
+                if self.interrupts.take():
+                    for program in reversed(programs):
+                        self._supervisor.interrupt(program)
+                asks = self.prompts.next()
+                if asks is not None:
+                    self.prompts.ask(asks)
+                self._programs.meet(())
+                self._read(_POLL_S)
+                for engine in missing & self._connected.keys():
+                    idle(self._connected[engine])
+                missing -= self._connected.keys()
 
     def engine_replaced(self, engine: int) -> None:
         """Note that a new process has replaced this engine's."""
@@ -153,7 +192,7 @@ class Dispatch:
 
     def _handle(self, engine: int, message: Reply | Unreadable | Hello) -> None:
         if isinstance(message, Hello):
-            self._connected[engine] = message.pid
+            self._connected[engine] = message
             return
         if isinstance(message, Unreadable):  # it replaces the reply to the oldest program that lacks the engine's reply
             outcome = oldest_awaiting(self._pending.values(), engine)

@@ -20,6 +20,7 @@ from distnb.objects.modes.mode import MOMENTS, Mode, Moment
 __all__ = [
     "NO_CHANGES",
     "RANDOM",
+    "RESTORED",
     "Environment",
     "Moment",
     "apply_environment",
@@ -31,6 +32,16 @@ __all__ = [
 
 RANDOM = ("torch random state", "random", "numpy.random")
 """The modes that are random states."""
+
+RESTORED = frozenset(
+    (
+        *RANDOM,
+        *("default dtype", "inference mode", "gradients", "default device", "autocast"),
+        *("deterministic algorithms", "matmul precision", "cudnn benchmark", "cudnn deterministic"),
+    )
+)
+"""The modes that a notebook takes over from engines that stayed when another notebook ended. The others, such as the
+working directory and environment variables, are its own."""
 
 
 @dataclass(frozen=True)

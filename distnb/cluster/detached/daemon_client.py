@@ -1,0 +1,285 @@
+"""A notebook's or a terminal's end of the connection to the daemon of a detached cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import pickle
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+from distnb import __version__
+from distnb.cluster.detached import registry
+from distnb.cluster.detached.daemon import DaemonOptions
+from distnb.cluster.detached.protocol import (
+    ClusterSummary,
+    DaemonAnswer,
+    DaemonProgress,
+    DaemonRequest,
+    DetachedCluster,
+    Ending,
+    Exited,
+    Taken,
+)
+from distnb.cluster.lifecycle import EngineProcess, RunningCluster
+from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
+from distnb.errors import ClusterError, NoClusterError, OptionError, StartError
+
+__all__ = ["DaemonClient", "notebook_name", "start_daemon", "stop_detached", "summaries"]
+
+_logger = logging.getLogger("distnb.cluster.detached")
+
+_ANSWER_S = 20.0
+
+
+class DaemonClient(RunningCluster):
+    """The processes of a detached cluster, as `Cluster` is of any other: every method asks the daemon.
+
+    Args:
+        path: The daemon's socket.
+
+    Attributes:
+        on_exit: Called with (engine, pid, status in words) in this object's thread when an engine ends unexpectedly.
+        on_taken: Called in a thread of its own, with the name of a notebook that takes the cluster over.
+
+    Raises:
+        NoClusterError: The daemon has ended.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._pipe = Client(path, "AF_UNIX")
+        except OSError as error:
+            raise NoClusterError(f"The daemon of this detached cluster has ended ({error}).") from error
+        self.on_exit: Callable[[int, int, str], None] = lambda engine, pid, status: None
+        self.on_taken: Callable[[str], None] = lambda by: None
+        self._facts: DetachedCluster | None = None
+        self._engines: dict[int, EngineProcess] = {}
+        self._numbers = itertools.count(1)
+        self._sending = threading.Lock()
+        self._waiting: dict[int, _Pending] = {}
+        self._why = "the daemon of its detached cluster has ended"
+        self._closed = False
+        threading.Thread(target=self._receive, name="distnb-daemon", daemon=True).start()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _send(self, name: str, *arguments: Any, on_progress: Callable[[str], None] = lambda text: None) -> _Pending:
+        pending = _Pending(on_progress)
+        number = next(self._numbers)
+        self._waiting[number] = pending
+        try:
+            with self._sending:
+                self._pipe.send(DaemonRequest(number, name, arguments))
+        except OSError:
+            pending.put(DaemonAnswer(number, error=NoClusterError(f"The engines cannot be reached: {self._why}.")))
+        return pending
+
+    def _ask(self, name: str, *arguments: Any, on_progress: Callable[[str], None] = lambda text: None) -> Any:
+        return self._send(name, *arguments, on_progress=on_progress).result()
+
+    def connect(self, who: str, *, take: bool = False) -> DetachedCluster | None:
+        """Become the cluster's notebook. Return the facts about it, or None if its engines are not planned yet.
+
+        Args:
+            who: The notebook's name, for others that try to connect.
+            take: Whether to take the cluster over from another notebook.
+
+        Raises:
+            ClusterError: Another notebook is connected.
+        """
+        self._facts = self._ask("connect", who, __version__, take)
+        return self._facts
+
+    def plan(self, on_progress: Callable[[str], None]) -> DetachedCluster:
+        """Have the daemon choose the engines' devices. Return the facts about the cluster."""
+        facts: DetachedCluster = self._ask("plan", on_progress=on_progress)
+        self._facts = facts
+        return facts
+
+    @property
+    def facts(self) -> DetachedCluster:
+        """The facts about the cluster."""
+        assert self._facts is not None
+        return self._facts
+
+    def summary(self) -> ClusterSummary:
+        """Return the cluster's line of `distnb list`."""
+        found: ClusterSummary = self._ask("summary")
+        return found
+
+    # -- as `Cluster` ------------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> dict[int, EngineProcess]:
+        """The latest process of every engine, running or ended, by engine id."""
+        return dict(sorted(self._engines.items()))
+
+    @property
+    def directory(self) -> Path:
+        """The cluster's private directory."""
+        return self.facts.directory
+
+    def host(self, engine: int) -> str:
+        """Return the name of an engine's machine, or "" for this one."""
+        return self.facts.hosts[engine] if self.facts.hosts else ""
+
+    def start(
+        self,
+        *,
+        on_progress: Callable[[str], None] = lambda text: None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Start the engines, and return when all of them are ready. `meanwhile` runs in this thread."""
+        pending = self._send("start", on_progress=on_progress)
+        meanwhile()
+        pending.result()
+
+    def restart(self, engines: Sequence[int], *, on_progress: Callable[[str], None] = lambda text: None) -> None:
+        """Replace engines with new processes of the same ids and devices."""
+        self._ask("restart", tuple(engines), on_progress=on_progress)
+
+    def notice_ends(self) -> None:
+        """Wait until `engines` shows the ends of the engines that have ended already."""
+        self._ask("notice_ends")
+
+    def engine_ready(self, engine: int) -> None:
+        """Record that the agent of an engine serves programs."""
+        self._send("engine_ready", engine)
+
+    def refresh(self) -> None:
+        """Fetch the current state of the engines."""
+        self._ask("engines")
+
+    def stop(self) -> None:
+        """End every process of the cluster, and the daemon."""
+        with contextlib.suppress(NoClusterError):  # it has ended already
+            self._ask("stop")
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect. The engines stay."""
+        self._closed = True
+        # The thread reads, so closing the descriptor alone would not end the connection.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                message = self._pipe.recv()
+            except (EOFError, OSError, TypeError, ValueError):  # the last two: closed by another thread meanwhile
+                self._pipe.close()
+                break
+            match message:
+                case DaemonProgress(number):
+                    self._waiting[number].put(message)
+                case DaemonAnswer(number):
+                    self._engines = dict(message.engines)
+                    self._waiting.pop(number).put(message)
+                case Exited(engine, pid, status):
+                    self._engines = dict(message.engines)
+                    self.on_exit(engine, pid, status)
+                case Taken(by):
+                    self._closed = True
+                    threading.Thread(target=self.on_taken, args=(by,), name="distnb-taken", daemon=True).start()
+                case Ending(why):
+                    self._why = why
+        if not self._closed:
+            _logger.warning("the connection to the daemon has ended: %s", self._why)
+            for engine, process in self.engines.items():
+                if not process.ended:
+                    status = f"was ended: {self._why}"
+                    self._engines[engine] = dataclasses.replace(process, ended=status)
+                    self.on_exit(engine, process.pid, status)
+        for number in list(self._waiting):
+            text = f"The engines cannot be reached: {self._why}."
+            self._waiting.pop(number).put(DaemonAnswer(number, error=NoClusterError(text)))
+
+
+class _Pending:
+    """A request under way. The thread that waits for the result calls `on_progress`."""
+
+    def __init__(self, on_progress: Callable[[str], None]) -> None:
+        self._on_progress = on_progress
+        self._messages: queue.SimpleQueue[DaemonProgress | DaemonAnswer] = queue.SimpleQueue()
+
+    def put(self, message: DaemonProgress | DaemonAnswer) -> None:
+        self._messages.put(message)
+
+    def result(self) -> Any:
+        while isinstance(message := self._messages.get(), DaemonProgress):
+            self._on_progress(message.text)
+        if message.error is not None:
+            raise message.error
+        return message.value
+
+
+def start_daemon(given: DaemonOptions) -> DaemonClient:
+    """Start the daemon of a new detached cluster, and return a connection to it.
+
+    Raises:
+        OptionError: The cluster's name is invalid or taken.
+        StartError: The daemon did not start.
+    """
+    with subprocess.Popen(
+        [*PYTHON_MODULE, "distnb.cluster.detached.daemon"],
+        env={**os.environ, **import_environment()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(given, process.stdin)
+            process.stdin.close()
+        line = process.stdout.readline()
+        errors = "" if line else process.stderr.read().decode(errors="replace")
+    answer = json.loads(line) if line else {"error": f"The daemon of the cluster did not start:\n{errors}"}
+    if "error" in answer:
+        raise (OptionError if answer.get("kind") == "OptionError" else StartError)(answer["error"])
+    return DaemonClient(answer["socket"])
+
+
+def summaries() -> list[ClusterSummary]:
+    """Return the lines of `distnb list`: the user's detached clusters on this machine, the oldest first."""
+    found = []
+    for entry in registry.entries():
+        if entry.is_here:
+            with contextlib.suppress(NoClusterError, ClusterError):  # it has ended meanwhile
+                client = DaemonClient(entry.socket)
+                found.append(client.summary())
+                client.close()
+    return found
+
+
+def stop_detached(name: str) -> None:
+    """End a detached cluster.
+
+    Raises:
+        NoClusterError: There is no cluster of this name on this machine.
+    """
+    DaemonClient(registry.find(name).socket).stop()
+
+
+def notebook_name() -> str:
+    """Return a name of this process for the users of other notebooks."""
+    notebook = os.environ.get("JPY_SESSION_NAME", "")
+    kind = os.path.basename(notebook) if notebook else ("a notebook" if "ipykernel" in sys.modules else "a program")
+    return f"{kind} (process {os.getpid()} in {os.getcwd()})"

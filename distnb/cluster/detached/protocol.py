@@ -1,0 +1,128 @@
+"""The messages between the daemon of a detached cluster and its clients, over a UNIX socket.
+
+Each message is a pickle, since both ends are processes of one user, in a directory that nobody else can enter. A client
+sends requests, and the daemon answers each of them, in any order. The daemon also sends events:
+
+    client → daemon   DaemonRequest(1, "restart", ([2],))
+    daemon → client   DaemonProgress(1, "1 of 1 engine ready")
+    daemon → client   DaemonAnswer(1, value=None, engines={…})
+    daemon → client   Exited(0, 4711, "was killed by SIGKILL", engines={…})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distnb.cluster.connection import Keys
+from distnb.cluster.lifecycle import EngineProcess
+from distnb.topology import Device
+
+__all__ = [
+    "SOCKET_NAME",
+    "DaemonAnswer",
+    "DetachedCluster",
+    "Ending",
+    "Exited",
+    "DaemonProgress",
+    "DaemonRequest",
+    "ClusterSummary",
+    "Taken",
+]
+
+SOCKET_NAME = "daemon.socket"
+
+
+@dataclass(frozen=True)
+class DetachedCluster:
+    """The facts about a detached cluster that a notebook needs to reach its engines.
+
+    Attributes:
+        directory: The cluster's private directory on this machine.
+        devices: The device of each engine.
+        hosts: The machine of each engine; empty for this machine.
+        notices: The notices for the user before the start.
+        keys: The cluster's keys. The notebook that connects is the channels' server.
+        address: The address at which the notebook listens for engines on other machines.
+        ports: The ports at which it does, for programs and for control; None for engines on this machine.
+        store: The address of the rendezvous store, or None if the engines meet by files.
+        data_limit_nbytes: The size above which data stays on the engines.
+    """
+
+    name: str
+    directory: Path
+    devices: tuple[Device, ...]
+    hosts: tuple[str, ...]
+    notices: tuple[str, ...]
+    keys: Keys
+    address: str
+    ports: tuple[int, int] | None
+    store: tuple[str, int] | None
+    data_limit_nbytes: int
+
+
+class DaemonRequest(NamedTuple):
+    """A request of a client, with a number that the answer repeats."""
+
+    number: int
+    name: str
+    arguments: tuple[Any, ...] = ()
+
+
+class DaemonAnswer(NamedTuple):
+    """The answer to a request: a value or an error, and the engines' processes afterwards."""
+
+    number: int
+    value: Any = None
+    error: BaseException | None = None
+    engines: Mapping[int, EngineProcess] = {}
+
+
+class DaemonProgress(NamedTuple):
+    """A line about the progress of a request."""
+
+    number: int
+    text: str
+
+
+class Exited(NamedTuple):
+    """The unexpected end of an engine's process."""
+
+    engine: int
+    pid: int
+    status: str
+    engines: Mapping[int, EngineProcess]
+
+
+class Taken(NamedTuple):
+    """The order to release the cluster, which another notebook takes over."""
+
+    by: str
+
+
+class Ending(NamedTuple):
+    """The news that the daemon ends the cluster, and why."""
+
+    why: str
+
+
+class ClusterSummary(NamedTuple):
+    """A line of `distnb list`.
+
+    Attributes:
+        used_by: The notebook that is connected, or "".
+        ends: The time at which it ends, in seconds since 1970, or None.
+        rss_nbytes: The memory of the engines' processes; None if they are on other machines.
+    """
+
+    name: str
+    engines: int
+    ended: int
+    devices: str
+    hosts: str
+    started: float
+    ends: float | None
+    used_by: str
+    rss_nbytes: int | None

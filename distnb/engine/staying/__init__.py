@@ -1,0 +1,1 @@
+"""The engine of a detached cluster, while no notebook is connected."""

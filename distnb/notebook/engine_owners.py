@@ -1,0 +1,210 @@
+"""The owner of a session's engines: the notebook's process itself, or the daemon of a detached cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from distnb.cluster.connection import Connection, Keys, make_keys
+from distnb.cluster.detached import registry
+from distnb.cluster.detached.daemon import DaemonOptions
+from distnb.cluster.detached.daemon_client import DaemonClient, notebook_name, start_daemon
+from distnb.cluster.lifecycle import Cluster, RunningCluster
+from distnb.cluster.local.processes import Processes
+from distnb.cluster.remote.hosts import HostPlan, make_plan, read_host_options
+from distnb.cluster.rendezvous_store import RendezvousStore
+from distnb.cluster.start_options import StartOptions
+from distnb.topology import Task
+from distnb.wire.channel import Switchboard
+
+__all__ = ["EngineOwner", "OwnedByDaemon", "OwnedByNotebook", "connected_owner", "plan_owner"]
+
+OnExit = Callable[[int, int, str], None]
+"""A function called with (engine, pid, status in words) when an engine ends unexpectedly."""
+
+
+class EngineOwner(ABC):
+    """The owner of the engines' processes, of the cluster's directory and keys, and of the store.
+
+    Attributes:
+        directory: The cluster's private directory.
+        keys: The cluster's keys.
+        tasks: The task of each engine; empty if all engines are alike.
+        store: The address of the rendezvous store, or None if the engines meet by files.
+        name: The name of a detached cluster, or "".
+    """
+
+    directory: Path
+    keys: Keys
+    tasks: tuple[Task, ...] = ()
+    store: tuple[str, int] | None = None
+    name = ""
+
+    def open_switchboard(self) -> Switchboard:
+        """Open the notebook's end of the channels to the engines."""
+        host, ports = self._listening()
+        return Switchboard(
+            self.directory,
+            server_secret=self.keys.server_secret.encode(),
+            server_public=self.keys.server_public.encode(),
+            client_public=self.keys.client_public.encode(),
+            host=host,
+            ports=ports,
+        )
+
+    @abstractmethod
+    def _listening(self) -> tuple[str | None, tuple[int, int] | None]:
+        """Return the host and the ports for the switchboard."""
+
+    @abstractmethod
+    def cluster(self, switchboard: Switchboard, on_exit: OnExit) -> RunningCluster:
+        """Return the cluster, whose engines connect to this switchboard."""
+
+    @abstractmethod
+    def start(self, on_progress: Callable[[str], None]) -> None:
+        """Start the engines of `cluster`, and return when all of them are ready."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything, after the cluster has been stopped."""
+
+
+class OwnedByNotebook(EngineOwner):
+    """Engines that end with this process.
+
+    Raises:
+        StartError: The private directory, or the store, could not be made.
+    """
+
+    def __init__(self, plan: HostPlan) -> None:
+        self._plan = plan
+        self.tasks = plan.tasks
+        self.keys = make_keys()
+        self._processes = Processes()
+        self.directory = self._processes.directory
+        self._store: RendezvousStore | None = None
+        self._cluster: Cluster | None = None
+        if plan.hosts:
+            try:
+                self._store = RendezvousStore(host=plan.address)
+            except BaseException:
+                self._processes.close()
+                raise
+            self.store = self._store.host, self._store.port
+
+    def _listening(self) -> tuple[str | None, tuple[int, int] | None]:
+        return self._plan.address if self._plan.hosts else None, None
+
+    def cluster(self, switchboard: Switchboard, on_exit: OnExit) -> Cluster:
+        """Return the cluster, which this process owns."""
+        listener = switchboard.programs.listener
+        connection = Connection(
+            program_url=switchboard.program_url,
+            control_url=switchboard.control_url,
+            server_public=self.keys.server_public,
+            client_public=self.keys.client_public,
+            client_secret=self.keys.client_secret,
+            notebook_pid=os.getpid(),
+            listener=listener.path if listener is not None else "",
+        )
+        self._cluster = Cluster(
+            self._plan.devices,
+            connection,
+            on_exit=on_exit,
+            launcher=self._plan.launcher(connection),
+            processes=self._processes,
+        )
+        return self._cluster
+
+    def start(self, on_progress: Callable[[str], None]) -> None:
+        """Start the engines, and import torch here while the engines import it: their replies need it."""
+        meanwhile = _import_torch if self._store is None else self._store.serve
+        assert self._cluster is not None
+        self._cluster.start(on_progress=on_progress, meanwhile=meanwhile)
+
+    def close(self) -> None:
+        """Remove the private directory, and close the transport and the store."""
+        self._processes.close()
+        self._plan.close()
+        if self._store is not None:
+            self._store.close()
+
+
+class OwnedByDaemon(EngineOwner):
+    """Engines of a detached cluster, to whose daemon this process is connected as its notebook."""
+
+    def __init__(self, client: DaemonClient) -> None:
+        self.client = client
+        self.name = client.facts.name
+        self.directory = client.facts.directory
+        self.keys = client.facts.keys
+        self.store = client.facts.store
+
+    def _listening(self) -> tuple[str | None, tuple[int, int] | None]:
+        facts = self.client.facts
+        return (None if facts.ports is None else facts.address), facts.ports
+
+    def cluster(self, switchboard: Switchboard, on_exit: OnExit) -> DaemonClient:
+        """Return the cluster, which the daemon owns."""
+        self.client.on_exit = on_exit
+        return self.client
+
+    def start(self, on_progress: Callable[[str], None]) -> None:
+        """Have the daemon start the engines, and import torch here meanwhile."""
+        self.client.start(on_progress=on_progress, meanwhile=_import_torch)
+
+    def close(self) -> None:
+        """Disconnect from the daemon."""
+        self.client.close()
+
+
+def plan_owner(options: StartOptions, on_progress: Callable[[str], None]) -> EngineOwner:
+    """Plan a cluster, print the notices about it, and return the owner of its engines, which are not started yet."""
+    machines = read_host_options(options)
+    if options.detach:
+        client = start_daemon(DaemonOptions(dataclasses.replace(options, cluster_resolver=None), machines))
+        try:
+            client.connect(notebook_name())
+            client.plan(on_progress)
+        except BaseException:
+            client.stop()
+            raise
+        _print_notices(client.facts.notices)
+        return OwnedByDaemon(client)
+    plan = make_plan(options, machines, on_progress)
+    _print_notices(plan.notices)
+    try:
+        return OwnedByNotebook(plan)
+    except BaseException:
+        plan.close()
+        raise
+
+
+def connected_owner(name: str, *, take: bool) -> OwnedByDaemon:
+    """Connect to the daemon of a detached cluster as its notebook.
+
+    Raises:
+        NoClusterError: There is no such cluster on this machine.
+        ClusterError: Another notebook is connected.
+    """
+    client = DaemonClient(registry.find(name).socket)
+    try:
+        client.connect(notebook_name(), take=take)
+    except BaseException:
+        client.close()
+        raise
+    return OwnedByDaemon(client)
+
+
+def _print_notices(notices: Iterable[str]) -> None:
+    for notice in notices:
+        print(f"distnb: {notice}", file=sys.stderr)
+
+
+_import_torch = partial(importlib.import_module, "torch.distributed")

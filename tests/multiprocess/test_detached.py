@@ -1,0 +1,301 @@
+"""Engines that stay when their notebook ends: the next notebook finds everything, and continues with the same numbers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distnb.cluster.detached import registry
+from tests import processes
+from tests.kernel import Notebook, Ran, lines_of_each
+from tests.machines import Machines, machines
+
+pytestmark = pytest.mark.timeout(150)
+
+TRAINING = """%%distribute mirrored
+import random, torch
+torch.manual_seed(5)
+random.seed(5)
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    metric = distnb.metrics.Mean()
+history = []
+def step(x):
+    optimizer.zero_grad()
+    loss = model(x).pow(2).sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+"""
+STEPS = """%%distribute mirrored
+for _ in range(3):
+    x = torch.full((2, 4), random.random()) + torch.rand(1)
+    loss = strategy.run(step, (x,))
+    metric.update_state(loss)
+    history.append((float(strategy.reduce("sum", loss, axis=None)), float(metric.result())))
+"""
+LONG = """%%distribute mirrored
+import os, time, torch
+with strategy.scope():
+    late = torch.nn.Linear(2, 1)
+for i in range(20):
+    print("line", i, flush=True)
+    while i == 3 and not os.path.exists(go_on):
+        time.sleep(0.05)
+    torch.distributed.barrier()
+answer = 42
+"""
+
+
+def _cli(*words: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-m", "distnb", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    return ran.stdout + ran.stderr
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Start a detached cluster from a notebook that is then killed."""
+    with Notebook() as first:
+        shown = first.run("%distnb start -n 2 --detach --name exp --hours 0.5", timeout_s=120).text
+        assert "%distnb connect exp" in shown
+        first.run("import distnb")
+        processes.OF_MODULE.update(processes.children_of_this_run())
+        _kill(first)
+    yield "exp"
+    assert "has ended" in _cli("stop", "exp")
+    assert "no detached cluster" in _cli("list")
+
+
+@pytest.fixture
+def notebook(cluster: str) -> Iterator[Notebook]:
+    with Notebook() as notebook:
+        notebook.run("import distnb")
+        notebook.run(f"%distnb connect {cluster}")
+        yield notebook
+
+
+def _kill(notebook: Notebook) -> None:
+    os.kill(notebook.pid, signal.SIGKILL)
+    processes.wait_until(lambda: not _runs(notebook.pid), 10.0, "the kernel still runs")
+
+
+def _lines(ran: Ran) -> list[str]:
+    """Return the lines of the cell `LONG` that both replicas have written, wherever they are shown."""
+    return [line.removeprefix("[0-1] ") for line in ran.text.splitlines() if re.fullmatch(r"(\[0-1\] )?line \d+", line)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _kill_in(notebook: Notebook, source: str, text: str, go_on: Path) -> None:
+    """Kill a notebook when its cell has shown a text. The cell waits for that, until the file `go_on` exists."""
+    notebook.run(f"go_on = {str(go_on)!r}")
+    message = notebook.start(source)
+    for kind, content in notebook.events(message, 60.0):
+        if kind == "stream" and text in content["text"]:
+            break
+    _kill(notebook)
+    if go_on.parent.exists():
+        go_on.touch()
+
+
+def test_training_continues_with_the_numbers_of_an_uninterrupted_run(cluster: str, notebook: Notebook) -> None:
+    notebook.run(TRAINING)
+    for _ in range(2):
+        notebook.run(STEPS)
+    whole = notebook.value("history")
+    notebook.run(TRAINING)
+    notebook.run(STEPS)
+    notebook.run(
+        "strategy = distnb.MirroredStrategy()\nlosses = strategy.run(step, (torch.ones(2, 4),))\nhere = object()"
+    )
+    losses = notebook.value("[float(each) for each in strategy.local_results(losses)]")
+    notebook.run(TRAINING)
+    notebook.run(STEPS)
+    _kill(notebook)
+    with Notebook() as second:
+        shown = second.run(f"%distnb connect {cluster}").text
+        assert "Mirrored: metric, model, optimizer" in shown
+        assert "Per replica: loss, losses" in shown
+        assert "Not restored, since their values were in the notebook's process: here" in shown
+        assert second.value("[float(each) for each in strategy.local_results(losses)]") == losses
+        assert second.value("history") == whole[:3]
+        second.run(STEPS)
+        assert second.value("history") == whole
+        failed = second.try_run("strategy.run(step, (torch.ones(2, 5),))")
+        assert "loss = model(x).pow(2).sum()" in failed.traceback, "the line is of a cell of the earlier notebook"
+        second.run("%distnb check")
+
+
+def test_a_running_cell_goes_on_and_its_output_and_names_come(cluster: str, notebook: Notebook, tmp_path: Path) -> None:
+    _kill_in(notebook, LONG, "line 3", tmp_path / "go on")
+    with Notebook() as second:
+        ran = second.run(f"%distnb connect {cluster}")
+        assert _lines(ran) == [f"line {i}" for i in range(20)], ran.text
+        assert second.value("answer") == 42
+        second.run("%%distribute mirrored\nfound = late(torch.ones(1, 2)).shape")
+    with Notebook() as third:  # the second one was closed, as by a restart of the kernel
+        assert "line" not in third.run(f"%distnb connect {cluster}").stdout
+        third.run("%%distribute mirrored\nfound = late(torch.ones(1, 2)).shape")
+
+
+def test_a_cell_that_fails_without_a_notebook_ends_on_all_replicas(
+    cluster: str, notebook: Notebook, tmp_path: Path
+) -> None:
+    failing = """%%distribute mirrored
+import os, time, torch
+begun = True
+print("begun", flush=True)
+while not os.path.exists(go_on):
+    time.sleep(0.05)
+if distnb.replica_id() == 1:
+    raise ValueError("alone")
+torch.distributed.barrier()
+"""
+    _kill_in(notebook, failing, "begun", tmp_path / "go on")
+    with Notebook() as second:
+        ran = second.run(f"%distnb connect {cluster}")
+        assert "failed on replica 1" in ran.stderr
+        assert "ValueError: alone" in ran.stderr
+        assert second.value("begun") is True
+        assert lines_of_each(second.run("%%distribute mirrored\nprint(begun)").stdout, 2) == [["True"]] * 2
+
+
+def test_one_notebook_at_a_time(cluster: str, notebook: Notebook) -> None:
+    notebook.run("%%distribute mirrored\nimport torch\nwith strategy.scope():\n    kept = torch.nn.Linear(2, 1)")
+    with Notebook() as other:
+        failed = other.try_run(f"%distnb connect {cluster}")
+        assert failed.error_name == "ClusterError"
+        assert f"(process {notebook.pid} in " in failed.error_text
+        assert "--take" in failed.error_text
+        other.run(f"%distnb connect {cluster} --take")
+        assert "left" in notebook.run("kept").text
+        assert notebook.try_run("%distnb interrupt").error_name == "NoClusterError"
+        other.run("%%distribute mirrored\nprint(kept.weight.shape)")
+        other.run("%distnb disconnect")
+        assert "left" in other.run("kept").text
+    notebook.run("del kept")
+    notebook.run(f"%distnb connect {cluster}")
+    notebook.run("kept.weight")
+    assert "nobody" not in _cli("list")
+
+
+def test_an_engine_that_dies_without_a_notebook_is_replaced(cluster: str, notebook: Notebook) -> None:
+    notebook.run("%%distribute mirrored\nimport torch\nwith strategy.scope():\n    kept = torch.nn.Linear(2, 1)")
+    before = notebook.value("kept.weight.numpy().tolist()")
+    pid = notebook.value("distnb.notebook.compose.require().status()[1].pid")
+    _kill(notebook)
+    os.kill(pid, signal.SIGKILL)
+    with Notebook() as second:
+        second.run(f"%distnb connect {cluster}")
+        assert "SIGKILL" in second.run("%distnb status").text
+        second.run("%distnb restart --missing", timeout_s=90)
+        processes.OF_MODULE.update(processes.children_of_this_run())
+        weights = second.value("[each.tolist() for each in distnb.MirroredStrategy().local_results(kept.weight)]")
+        assert weights == [before, before]
+
+
+def test_a_cell_can_end_with_its_notebook(tmp_path: Path) -> None:
+    with Notebook() as first:
+        first.run("%distnb start -n 2 --detach --name short --on-disconnect end", timeout_s=120)
+        first.run("%%distribute mirrored\nimport torch\nbefore = 1")
+        _kill_in(first, LONG, "line 3", tmp_path / "never" / "go on")
+    with Notebook() as second:
+        failed = second.try_run("%distnb start -n 2 --detach --name short")
+        assert "A detached cluster 'short' is running" in failed.error_text
+        ran = second.run("%distnb connect short")
+        assert "line 19" not in ran.stdout
+        assert second.value("before") == 1
+        assert second.value("'answer' in dir()") is False
+        second.run("%distnb stop")
+    assert "no detached cluster" not in _cli("list")
+
+
+def test_the_time_limit_ends_a_cluster() -> None:
+    with Notebook() as notebook:
+        notebook.run("%distnb start -n 1 --detach --hours 0.003 --name brief", timeout_s=120)
+        ended = "'time limit' in str([row.state for row in distnb.notebook.compose.require().status()])"
+        notebook.run("import distnb.notebook.compose")
+        processes.wait_until(lambda: notebook.value(ended), 30.0, "the cluster has not reached its limit")
+        assert "brief" not in _cli("list")
+
+
+def test_the_engines_end_with_a_daemon_that_is_killed() -> None:
+    with Notebook() as notebook:
+        notebook.run("%distnb start -n 1 --detach --name orphan", timeout_s=120)
+        daemon = psutil.Process(registry.find("orphan").pid)
+        engine = notebook.value("__import__('distnb').notebook.compose.require().status()[0].pid")
+        daemon.kill()
+        processes.wait_until(lambda: not _runs(engine), 10.0, "the engine still runs")
+        assert "the daemon of its detached cluster has ended" in notebook.run("%distnb status").text
+    assert "orphan" not in _cli("list")
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("%distnb start --name exp", "detach=True"),
+        ("%distnb start --detach --hours -1", "hours=-1"),
+        ("%distnb start --detach --name 'a b'", "64 letters"),
+        ("%distnb start --detach --workers 1 --ps 1", "parameter servers"),
+        ("%distnb connect nothing", "no detached cluster 'nothing'"),
+        ("%distnb disconnect", "No cluster is running"),
+    ],
+)
+def test_invalid_requests_are_errors(line: str, error: str, idle: Notebook) -> None:
+    assert error in idle.try_run(line).error_text
+
+
+@pytest.fixture(scope="module")
+def idle() -> Iterator[Notebook]:
+    with Notebook() as notebook:
+        processes.OF_MODULE.add(notebook.pid)
+        yield notebook
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with machines(tmp_path_factory.mktemp("machines"), "red", "blue") as made:
+        yield made
+
+
+def test_engines_on_other_machines_stay(network: Machines, tmp_path: Path) -> None:
+    words = " ".join(network.ssh_args)
+    with Notebook() as first:
+        first.run(
+            f'%distnb start --hosts red,blue --per-host 1 --ssh-args "{words}" --detach --name afar', timeout_s=120
+        )
+        first.run("import distnb")
+        first.run(TRAINING)
+        first.run(STEPS)
+        _kill_in(first, LONG, "line 3", tmp_path / "go on")
+    with Notebook() as second:
+        ran = second.run("%distnb connect afar")
+        assert _lines(ran) == [f"line {i}" for i in range(20)], f"{ran.text}{second.run('%distnb status').text}"
+        assert second.value("answer") == 42
+        second.run(STEPS)
+        continued = second.value("history")
+        for source in (TRAINING, STEPS, LONG, STEPS):
+            second.run(source)  # the file exists now
+        assert second.value("history") == continued
+        assert second.value("sorted({row.host for row in distnb.notebook.compose.require().status()})") == [
+            "blue",
+            "red",
+        ]
+        assert "not known" in _cli("list")
+        second.run("%distnb stop")
