@@ -145,7 +145,7 @@ class Agent:
         self._console = Console(engine, self._guard, self._running, self._emit)
         self._control = Control(
             engine,
-            lambda: Link(context, engine, connection.control_url, **keys),
+            lambda: Link(context, engine, connection.control_url, **keys, monitored=self._absence is not None),
             self._guard,
             self._console,
             absence=self._absence,

@@ -111,7 +111,6 @@ class Control:
         self._connect = connect
         self._link = connect()
         self._absence = absence
-        self._monitor = self._link.monitor() if absence is not None else None
         self._poller = zmq.Poller()
         self._guard = guard
         self._console = console
@@ -185,8 +184,8 @@ class Control:
     def _serve(self) -> None:
         poller = self._poller
         poller.register(self._link.socket, zmq.POLLIN)
-        if self._monitor is not None:
-            poller.register(self._monitor.socket, zmq.POLLIN)
+        if self._link.monitor is not None:
+            poller.register(self._link.monitor.socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         for fd in self._pipes:
             poller.register(fd, zmq.POLLIN)
@@ -200,8 +199,8 @@ class Control:
             self._asleep = False
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
-            if self._monitor is not None:
-                self._follow_connection(self._monitor)
+            if self._link.monitor is not None:
+                self._follow_connection(self._link.monitor)
             while (order := self._link.receive()) is not None:
                 self._follow_order(order)
             for fd, forward in self._pipes.items():
@@ -236,13 +235,12 @@ class Control:
         """Connect again: the old socket would send the next notebook what the last one did not read."""
         self._poller.unregister(monitor.socket)
         self._poller.unregister(self._link.socket)
-        monitor.close()
         self._link.socket.linger = 0
         self._link.close()
         self._link = self._connect()
-        self._monitor = self._link.monitor()
+        assert self._link.monitor is not None
         self._poller.register(self._link.socket, zmq.POLLIN)
-        self._poller.register(self._monitor.socket, zmq.POLLIN)
+        self._poller.register(self._link.monitor.socket, zmq.POLLIN)
 
     def _follow_order(self, order: Any) -> None:
         _logger.debug("received %s", type(order).__name__)  # without its content: an `Answer` may be a password

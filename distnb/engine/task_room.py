@@ -146,7 +146,7 @@ class WorkerTask:
         self.number = role.index * len(mates) + self.rank
         self._connection = connection
         self._engine = engine
-        keys = {
+        keys: dict[str, Any] = {
             "server_public": connection.server_public.encode(),
             "client_public": connection.client_public.encode(),
             "client_secret": connection.client_secret.encode(),

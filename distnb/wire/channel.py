@@ -399,7 +399,11 @@ def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
 
 
 class Link:
-    """The end of an engine or of another peer: one DEALER socket, whose identity is the peer's number."""
+    """The end of an engine or of another peer: one DEALER socket, whose identity is the peer's number.
+
+    Attributes:
+        monitor: The monitor of the connection, which ZeroMQ makes again whenever it has ended; None unless `monitored`.
+    """
 
     ended = False
 
@@ -412,8 +416,11 @@ class Link:
         server_public: bytes,
         client_public: bytes,
         client_secret: bytes,
+        monitored: bool = False,
     ) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        # Before it connects: a monitor does not report what has happened already.
+        self.monitor = ConnectionMonitor(self.socket) if monitored else None
         self.socket.identity = b"%d" % peer
         self.socket.curve_serverkey = server_public
         self.socket.curve_publickey = client_public
@@ -426,10 +433,6 @@ class Link:
     def fileno(self) -> int:
         """Return a descriptor that reports messages which arrive after the socket was last found empty."""
         return int(self.socket.fileno())
-
-    def monitor(self) -> ConnectionMonitor:
-        """Return a monitor of the connection, which ZeroMQ makes again whenever it has ended."""
-        return ConnectionMonitor(self.socket)
 
     def send(self, message: Any) -> None:
         """Send a copy of a message: the replica may change its tensors in place afterwards."""
@@ -449,6 +452,8 @@ class Link:
 
     def close(self) -> None:
         """Close the socket. Messages that were sent get one second to leave."""
+        if self.monitor is not None:
+            self.monitor.close()
         self.socket.close()
 
 
