@@ -18,7 +18,7 @@ from typing import Any
 
 from distnb.errors import ClusterError, ReplicaStuck
 from distnb.notebook.engines import Engines
-from distnb.notebook.handles.handle import HANDLES, change_kind
+from distnb.notebook.handles.handle import HANDLES, change_kind, state_of_handle
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.namespace.user_names import user_names
 from distnb.notebook.saved_names import SavedNames
@@ -163,7 +163,7 @@ def restore_names(engines: Engines, namespace: NotebookNamespace, ask: Ask, late
     states = {engine: hello.state for engine in engines.left if (hello := hellos.get(engine)) and hello.state}
     namespace.continue_from(max((state.serial for state in states.values()), default=0))
     saved = SavedNames.load(engines.cluster.directory)
-    before = user_names(namespace.user_ns)
+    before = {name for name in user_names(namespace.user_ns) if not _is_stale(namespace.user_ns[name])}
     for engine in set(engines.ids) - set(engines.left):
         namespace.engine_died(engine)
     keys = sorted({key for state in states.values() for key in state.teams}, key=lambda key: -len(key[0]))
@@ -182,9 +182,9 @@ def restore_names(engines: Engines, namespace: NotebookNamespace, ask: Ask, late
         environment = replies[behind].environment
         results = {engine: reply._replace(environment=environment) for engine, reply in replies.items()}
         namespace.restored(team_engines, {team_engines.index(engine): each for engine, each in results.items()})
-        skipped = tuple(user_names(namespace.user_ns))
+        skipped = tuple(name for name in user_names(namespace.user_ns) if not _is_stale(namespace.user_ns[name]))
     for name, module in saved.modules.items():
-        if name not in namespace.user_ns:
+        if name not in before:
             with suppress(Exception):  # importing runs code of any kind
                 namespace.user_ns[name] = importlib.import_module(module)
     for name, each in saved.bound.items():
@@ -195,8 +195,13 @@ def restore_names(engines: Engines, namespace: NotebookNamespace, ask: Ask, late
     return _sorted_names(namespace.user_ns, before, saved)
 
 
+def _is_stale(value: Any) -> bool:
+    """Return whether a value is a handle from before this notebook was disconnected."""
+    return isinstance(value, HANDLES) and state_of_handle(value).tracked.ended
+
+
 def _sorted_names(user_ns: Mapping[str, Any], before: set[str], saved: SavedNames) -> Restored:
-    there = user_names(user_ns)
+    there = {name for name in user_names(user_ns) if not _is_stale(user_ns[name])}
     new = sorted(there - before)
     handles = [name for name in new if type(user_ns[name]) in HANDLES]
     return Restored(

@@ -189,8 +189,7 @@ def test_one_notebook_at_a_time(cluster: str, notebook: Notebook) -> None:
         other.run("%%distribute mirrored\nprint(kept.weight.shape)")
         other.run("%distnb disconnect")
         assert "left" in other.run("kept").text
-    notebook.run("del kept")
-    notebook.run(f"%distnb connect {cluster}")
+    assert "Mirrored: kept" in notebook.run(f"%distnb connect {cluster}").text, "it was bound to a stale handle"
     notebook.run("kept.weight")
     assert "nobody" not in _cli("list")
 
