@@ -42,6 +42,7 @@ from distnb.objects.modes.environment import RANDOM, Environment, capture_enviro
 from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.server_variable import ServerVariable
+from distnb.runtime.this_process import this_process
 
 __all__ = ["ClosurePacker", "PackedClosure"]
 
@@ -90,11 +91,13 @@ class ClosurePacker:
     Attributes:
         forgotten: The number of resources that no longer exist. Workers may drop them, too.
         sources: The texts of cells that define packed functions, by the file name in their code objects.
+        imports: The modules that packed functions import.
     """
 
     def __init__(self, roots: Callable[[], Sequence[torch.nn.Module]], access: ServerAccess) -> None:
         self.forgotten = 0
         self.sources: dict[str, str] = {}
+        self.imports: set[str] = set()
         self._roots = roots
         self._access = access
         self._known: dict[int, _Known] = {}
@@ -135,6 +138,8 @@ class ClosurePacker:
             own = shown.buffers if isinstance(shown, PickledParts) else ()
             named = shown.data if isinstance(shown, PickledParts) else shown
             data = pickle.dumps((named, arguments.data, settings), protocol=5)
+            if this_process.importing is not None:
+                this_process.importing(self.imports)
         buffers = (*own, *arguments.buffers)
         return PackedClosure(
             data=data,

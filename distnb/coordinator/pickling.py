@@ -13,7 +13,7 @@ import torch
 
 from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.errors import CannotTravelError
-from distnb.objects.code.definitions import source_of
+from distnb.objects.code.definitions import names_of_code, source_of
 from distnb.objects.memory.tensor_bytes import reduce_tensor
 from distnb.objects.packing import out_of_band
 
@@ -51,6 +51,8 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if self._packer is not None and type(obj) is types.FunctionType:
             self._packer.sources.update([found] if (found := source_of(obj.__code__)) else ())
+            if obj.__module__ == "__main__":
+                self._packer.imports |= names_of_code(obj.__code__).imports
         if self._packer is not None and id(obj) not in self._own:
             found = self._packer.reference(obj, self)
             if found is not None:

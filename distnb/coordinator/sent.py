@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from distnb.coordinator.link import ClusterLink
 from distnb.coordinator.packer import ClosurePacker, PackedClosure
 from distnb.objects.modes.environment import Environment
+from distnb.objects.modules.local_modules import ModuleFile
+from distnb.runtime.this_process import this_process
 from distnb.wire.closure_messages import Fence, RunClosure
 
 __all__ = ["Sent"]
@@ -19,7 +21,7 @@ class Sent:
     """The resources that a worker knows.
 
     `forgotten` and `sources` are the numbers of entries of `ClosurePacker.forgotten` and `ClosurePacker.sources` that
-    were sent to it.
+    were sent to it. `module_files` are the digests of the files of local modules that it has.
     """
 
     known: set[int] = field(default_factory=set)
@@ -27,6 +29,7 @@ class Sent:
     sources: int = 0
     seeded: bool = False
     modes: Environment | None = None
+    module_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def message(
         self,
@@ -53,6 +56,9 @@ class Sent:
             new = list(packer.sources.items())[self.sources :]
             sources = tuple((name, text, link.cell_name(name)) for name, text in new)
             self.sources += len(new)
+        files: Mapping[str, ModuleFile] = {}
+        if this_process.local_modules is not None:
+            self.module_files, files = this_process.local_modules.lacking(self.module_files)
         first = None if self.seeded else seed()
         self.seeded = True
         modes = None if packed.modes is self.modes else packed.modes
@@ -68,6 +74,7 @@ class Sent:
             inputs=inputs,
             forget=forget,
             sources=sources,
+            module_files=files,
             modes=modes,
             seed=first,
         )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +48,7 @@ from distnb.errors import CollectiveError, ProgramAborted
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
 from distnb.objects.code import spawned_processes
+from distnb.objects.modules.received_modules import received_modules
 from distnb.objects.packing import Packed
 from distnb.runtime import spmd, step_count
 from distnb.runtime.inspection import inspecting
@@ -110,6 +112,7 @@ class Agent:
         self._failure: KeptFailure | None = None
         self._who, self._size = "", 1  # this replica's name in the latest program, and the number of its replicas
         place = str(torch_device(device))
+        received_modules.folder = Path(connection.directory, f"modules-{engine}")
         self._objects = ObjectsOfTeams(shell.user_ns, "cpu" if place.startswith("cpu") else place)
         self._namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
         context: zmq.Context[Any] = zmq.Context()

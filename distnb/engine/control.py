@@ -30,6 +30,7 @@ from distnb.engine.guard import Guard
 from distnb.engine.output import telemetry
 from distnb.engine.staying.absence import Absence
 from distnb.frames import OWN
+from distnb.objects.modules.received_modules import received_modules
 from distnb.watching import live
 from distnb.wire.channel import ConnectionMonitor, Link
 from distnb.wire.messages import (
@@ -373,4 +374,6 @@ def _program_stack() -> str:
             del program[-1]
     users = [frame for frame in program if not frame.filename.startswith(OWN)]
     texts = zip(traceback.format_list(users), users, strict=True)
-    return "".join(telemetry.name_cell(text, frame.filename) for text, frame in texts)
+    return received_modules.with_users_paths(
+        "".join(telemetry.name_cell(text, frame.filename) for text, frame in texts)
+    )

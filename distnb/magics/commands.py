@@ -199,6 +199,7 @@ def _start(parser: LineParser) -> None:
         choices=ON_DISCONNECT,
         help="what a running cell does when the notebook ends: continue (default) or end",
     )
+    add("--sync", action="store_true", help="send the notebook's own modules to engines on other machines")
     add(
         "--data-limit",
         metavar="SIZE",

@@ -118,13 +118,15 @@ def start(
     name: str | None = None,
     hours: float | None = None,
     on_disconnect: str | None = None,
+    sync: bool = False,
     data_limit: int | str = DATA_LIMIT_NBYTES,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Session:
     """Start engines, on this machine or on others: `%distnb start` does the same.
 
     Other machines are reached by ssh without a password, by srun from inside a Slurm allocation, or by mpiexec. They
-    need the same Python environment at the same path.
+    need the same Python environment at the same path. A notice reports packages that are missing there, or have another
+    version, before the first program that needs them.
     The messages between notebook and engines are encrypted and authenticated. The messages between replicas (the
     rendezvous store; gradients over Gloo or NCCL) are neither: they stay on one network interface of each machine, and
     you must trust everyone who can reach that interface.
@@ -178,6 +180,9 @@ def start(
         name: The name of a detached cluster. None for "cluster-1", "cluster-2", …
         hours: The time limit of a detached cluster, in hours; inf for none. None for 8.
         on_disconnect: What happens to a cell that runs when this process ends: "continue" (the default) or "end".
+        sync: Whether to send the notebook's local modules to engines on other machines before a program that needs
+            them: the modules that are neither Python's nor installed. Engines on this machine import them from the
+            notebook's own files in any case.
         data_limit: The size, in bytes or as text ("2 GB"), above which data that a cell assigns stays on the engines.
             The notebook then has a handle of it.
         on_progress: Called with a text whenever the start makes progress.
@@ -225,6 +230,7 @@ def start(
         name=name,
         hours=hours,
         on_disconnect=on_disconnect,
+        sync=sync,
         data_limit=data_limit,
     )
     return start_with(options, on_progress)

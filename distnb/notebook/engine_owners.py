@@ -7,9 +7,10 @@ import importlib
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.detached import registry
@@ -38,6 +39,9 @@ class EngineOwner(ABC):
         tasks: The task of each engine; empty if all engines are alike.
         store: The address of the rendezvous store, or None if the engines meet by files.
         name: The name of a detached cluster, or "".
+        hosts: The machine of each engine; empty for this machine.
+        packages: The versions of the packages on each of these machines.
+        sync: Whether the notebook's local modules are sent to them.
     """
 
     directory: Path
@@ -45,6 +49,9 @@ class EngineOwner(ABC):
     tasks: tuple[Task, ...] = ()
     store: tuple[str, int] | None = None
     name = ""
+    hosts: tuple[str, ...] = ()
+    packages: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    sync = False
 
     def open_switchboard(self) -> Switchboard:
         """Open the notebook's end of the channels to the engines."""
@@ -82,9 +89,10 @@ class OwnedByNotebook(EngineOwner):
         StartError: The private directory, or the store, could not be made.
     """
 
-    def __init__(self, plan: HostPlan) -> None:
+    def __init__(self, plan: HostPlan, *, sync: bool = False) -> None:
         self._plan = plan
         self.tasks = plan.tasks
+        self.hosts, self.packages, self.sync = plan.hosts, plan.packages, sync
         self.keys = make_keys()
         self._processes = Processes()
         self.directory = self._processes.directory
@@ -145,6 +153,7 @@ class OwnedByDaemon(EngineOwner):
         self.directory = client.facts.directory
         self.keys = client.facts.keys
         self.store = client.facts.store
+        self.hosts, self.packages, self.sync = client.facts.hosts, client.facts.packages, client.facts.sync
 
     def _listening(self) -> tuple[str | None, tuple[int, int] | None]:
         facts = self.client.facts
@@ -180,7 +189,7 @@ def plan_owner(options: StartOptions, on_progress: Callable[[str], None]) -> Eng
     plan = make_plan(options, machines, on_progress)
     _print_notices(plan.notices)
     try:
-        return OwnedByNotebook(plan)
+        return OwnedByNotebook(plan, sync=options.sync)
     except BaseException:
         plan.close()
         raise

@@ -17,6 +17,7 @@ from distnb.checkpoint import folder_locks
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import NoClusterError, OptionError, ProgramError
+from distnb.notebook.dependencies import Dependencies
 from distnb.notebook.engine_owners import EngineOwner, connected_owner, plan_owner
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.handles.handle import state_of_handle
@@ -33,6 +34,7 @@ from distnb.notebook.views.front_end import FrontEnd
 from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.options import StrategySpec
 from distnb.runtime import step_count
+from distnb.runtime.this_process import this_process
 from distnb.story import Transition
 from distnb.topology import Task, Team
 from distnb.wire.exchange import Snapshot
@@ -97,6 +99,7 @@ class Session:
         self.failure: Failure | None = None
         self._parts: list[SessionPart] = []
         self._terminal: TerminalSocket | None = None
+        self._dependencies: Dependencies | None = None
         self._pending = PendingCalls()
         self._deferred: list[DeferredCall] = []
         self._inspecting = threading.local()
@@ -122,6 +125,7 @@ class Session:
         session = cls(user_ns, plan_owner(options, on_progress))
         try:
             session._engines.start(on_progress)
+            session._prepare_machines()
             session._serve_terminals()
         except BaseException:
             session.stop()
@@ -153,6 +157,7 @@ class Session:
         session.namespace.most_nbytes = owner.client.facts.data_limit_nbytes
         try:
             session._engines.connect()
+            session._prepare_machines()
             follow(session)
             with session._dispatch.turn:
                 latest = resume_programs(session._engines, on_progress)
@@ -202,12 +207,22 @@ class Session:
         with self._dispatch.turn:
             self._leave(self._engines.disconnect)
 
+    def _prepare_machines(self) -> None:
+        """Compare the packages of other machines with the notebook's, and send them modules from now on."""
+        owner = self._engines.owner
+        if owner.hosts:
+            found = self._dependencies = Dependencies(owner.hosts, owner.packages, _announce, sync=owner.sync)
+            this_process.importing, this_process.local_modules = found.need, found.local_modules
+            found.begin(self.user_ns)
+
     def stop(self) -> None:
         """End every process of the cluster and free its resources. A second call does nothing."""
         self._leave(self._engines.stop)
 
     def _leave(self, leave: Callable[[], None]) -> None:
         if os.getpid() == self._owner:  # a forked child must not end its parent's engines
+            if self._dependencies is not None and this_process.importing == self._dependencies.need:
+                this_process.importing = this_process.local_modules = None
             for part in self._parts:
                 part.close()
             if self._terminal is not None:
@@ -718,3 +733,7 @@ class Session:
         """
         ended = [part.user_interrupts() for part in self._parts]
         return self._dispatch.interrupt() or any(ended)
+
+
+def _announce(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -86,6 +86,7 @@ class Digests:
         by_name: The digest of each value.
         names: Names of the namespace that functions in the values read.
         attributes: Other names in the functions' code. They show which submodules it uses.
+        imports: The modules that the functions import (see `CodeNames`).
         sources: Texts of the cells that defined the functions, by file name.
         dynamic: True if one of the functions may read any name.
         refused: Placeholders for values that cannot be packed at all, by name.
@@ -95,6 +96,7 @@ class Digests:
     by_name: dict[str, bytes] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
+    imports: set[str] = field(default_factory=set)
     sources: dict[str, str] = field(default_factory=dict)
     dynamic: bool = False
     refused: dict[str, Placeholder] = field(default_factory=dict)
@@ -105,6 +107,7 @@ class Digests:
         used = definitions.names_of_code(function.__code__)
         self.names |= used.names
         self.attributes |= used.attributes
+        self.imports |= used.imports
         self.dynamic = self.dynamic or used.dynamic
         found = definitions.source_of(function.__code__)
         if found is not None:

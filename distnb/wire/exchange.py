@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from distnb.objects.modes.environment import Environment
+from distnb.objects.modules.local_modules import ModuleFile
 from distnb.objects.packing import Packed
 from distnb.options import ReduceOp, StrategySpec
 from distnb.topology import unpickle_team
@@ -138,6 +139,7 @@ class Snapshot(NamedTuple):
         environment: The parts of the environment that changed.
         sources: The texts and names of cells ("Cell In[3]", or ""), by file name, for tracebacks.
         modules: The submodules to import, and the reloads of local modules, by name.
+        module_files: The files of local modules that the engines lack, by place.
         awaited: The submodules that the program's text imports and the notebook does not have.
     """
 
@@ -161,6 +163,7 @@ class Snapshot(NamedTuple):
     environment: Environment | None = None
     sources: Mapping[str, tuple[str, str]] = {}
     modules: Mapping[str, Reloads] = {}
+    module_files: Mapping[str, ModuleFile] = {}
     awaited: tuple[str, ...] = ()
 
     @property

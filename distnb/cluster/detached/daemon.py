@@ -261,6 +261,8 @@ class Daemon:
             ports=(self._reserve(plan.address), self._reserve(plan.address)) if remote else None,
             store=(self._store.host, self._store.port) if self._store is not None else None,
             data_limit_nbytes=options.data_limit_nbytes,
+            packages=plan.packages,
+            sync=options.sync,
         )
         return self._facts
 

@@ -49,6 +49,8 @@ class DetachedCluster:
         ports: The ports at which it does, for programs and for control; None for engines on this machine.
         store: The address of the rendezvous store, or None if the engines meet by files.
         data_limit_nbytes: The size above which data stays on the engines.
+        packages: The versions of the packages on each machine.
+        sync: Whether the notebook's local modules are sent to the machines.
     """
 
     name: str
@@ -61,6 +63,8 @@ class DetachedCluster:
     ports: tuple[int, int] | None
     store: tuple[str, int] | None
     data_limit_nbytes: int
+    packages: Mapping[str, Mapping[str, str]]
+    sync: bool
 
 
 class DaemonRequest(NamedTuple):

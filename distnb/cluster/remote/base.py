@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -41,7 +41,7 @@ from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
 from distnb.cluster.remote.node_agent import BEAT, KILLED, STATUS, Assignment
 from distnb.errors import StartError
 
-__all__ = ["NODE_AGENT", "Hosts", "Transport", "check_versions", "probe"]
+__all__ = ["NODE_AGENT", "Found", "Hosts", "Transport", "check_versions", "probe"]
 
 NODE_AGENT = (*PYTHON_MODULE, "distnb.cluster.remote.node_agent")
 """The node agent's command, the same on every machine."""
@@ -281,10 +281,24 @@ def _kill_tree(process: subprocess.Popen[Any]) -> None:
 # -- before the start ------------------------------------------------------------------------------------------------
 
 
+class Found(NamedTuple):
+    """The answer of a machine to a probe.
+
+    Attributes:
+        gpus: The number of its GPUs.
+        capacity: The cores and the memory.
+        packages: The versions of its installed packages (see `installed_packages`).
+    """
+
+    gpus: int
+    capacity: Capacity
+    packages: Mapping[str, str]
+
+
 def probe(
     hosts: Sequence[str], transport: Transport, on_progress: Callable[[str], None] = lambda text: None
-) -> dict[str, tuple[int, Capacity]]:
-    """Query the number of GPUs and the capacity of all machines at the same time.
+) -> dict[str, Found]:
+    """Query the devices, the capacity and the packages of all machines at the same time.
 
     Raises:
         StartError: Some machines did not answer. The message names each of them.
@@ -307,13 +321,13 @@ def probe(
                     f"{transport.unreached(host, LOST)} The command cannot be started: {error}."
                 ) from error
         deadline = time.monotonic() + transport.patience_s
-        found: dict[str, tuple[int, Capacity]] = {}
+        found: dict[str, Found] = {}
         failures: list[str] = []
         for place, (host, process) in enumerate(asked.items()):
             on_progress(f"waiting for {', '.join([*asked][place:])}")
             try:
                 found[host] = _answer(host, process, deadline, transport)
-                _logger.info("%s has %d GPUs and %s", host, *found[host])
+                _logger.info("%s has %d GPUs and %s", host, *found[host][:2])
             except StartError as error:
                 failures.append(str(error))
         if failures:
@@ -330,7 +344,7 @@ def probe(
             process.communicate()
 
 
-def _answer(host: str, process: subprocess.Popen[str], deadline: float, transport: Transport) -> tuple[int, Capacity]:
+def _answer(host: str, process: subprocess.Popen[str], deadline: float, transport: Transport) -> Found:
     try:
         out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -345,9 +359,9 @@ def _answer(host: str, process: subprocess.Popen[str], deadline: float, transpor
     raise StartError(f"{transport.unreached(host, process.returncode)} Its output:\n{said}")
 
 
-def _checked(host: str, found: Mapping[str, Any]) -> tuple[int, Capacity]:
+def _checked(host: str, found: Mapping[str, Any]) -> Found:
     check_versions(host, found)
-    return int(found["gpus"]), Capacity(**found["capacity"])
+    return Found(gpus=int(found["gpus"]), capacity=Capacity(**found["capacity"]), packages=found["packages"])
 
 
 def check_versions(host: str, found: Mapping[str, Any]) -> None:

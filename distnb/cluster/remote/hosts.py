@@ -10,11 +10,11 @@ from typing import Any
 
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
-from distnb.cluster.local.capacity import Capacity, check_capacity, this_machine
+from distnb.cluster.local.capacity import check_capacity, this_machine
 from distnb.cluster.local.forking import ThisMachine
 from distnb.cluster.local.launcher import Launcher
 from distnb.cluster.network import listening_address
-from distnb.cluster.remote.base import Hosts, Transport, probe
+from distnb.cluster.remote.base import Found, Hosts, Transport, probe
 from distnb.cluster.remote.ipyparallel_cluster import IPythonParallel, IPythonParallelOptions, count_engines
 from distnb.cluster.remote.mpiexec import MPI
 from distnb.cluster.remote.ray_nodes import RayNodes, RayOptions, usual_number_of_engines
@@ -421,6 +421,7 @@ class HostPlan:
         transport: The transport to these machines.
         notices: The notices for the user before the start.
         tasks: The task of each engine; empty if all engines are alike.
+        packages: The versions of the packages on each machine.
     """
 
     devices: tuple[Device, ...]
@@ -429,6 +430,7 @@ class HostPlan:
     transport: Transport | None = None
     notices: tuple[str, ...] = ()
     tasks: tuple[Task, ...] = ()
+    packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def launcher(self, connection: Connection) -> Launcher:
         """Return the launcher of a cluster with this connection."""
@@ -471,12 +473,14 @@ def _plan(
     transport.prepare(machines.hosts, on_progress)
     address = listening_address(map(transport.network_name, machines.hosts), machines.interface)
     found = probe(machines.hosts, transport, on_progress)
+    packages = {host: each.packages for host, each in found.items()}
     if machines.tasks or machines.ipyparallel is not None:
-        return _plan_tasks(machines, found, devices, transport, address, oversubscribe=oversubscribe)
+        plan = _plan_tasks(machines, found, devices, transport, address, oversubscribe=oversubscribe)
+        return replace(plan, packages=packages)
     hosts: list[str] = []
     planned: list[Device] = []
     notices: list[str] = []
-    for host, (gpus, capacity) in found.items():
+    for host, (gpus, capacity, _) in found.items():
         count = machines.per_host
         if not isinstance(count, int):
             # If devices are named, a resolver's number of GPUs is ignored.
@@ -490,13 +494,18 @@ def _plan(
         hosts += [host] * len(there)
         planned += there
     return HostPlan(
-        devices=tuple(planned), address=address, hosts=tuple(hosts), transport=transport, notices=tuple(notices)
+        devices=tuple(planned),
+        address=address,
+        hosts=tuple(hosts),
+        transport=transport,
+        notices=tuple(notices),
+        packages=packages,
     )
 
 
 def _plan_tasks(
     options: HostOptions,
-    found: Mapping[str, tuple[int, Capacity]],
+    found: Mapping[str, Found],
     devices: str | Sequence[str | Device] | None,
     transport: Transport,
     address: str,
@@ -516,7 +525,7 @@ def _plan_tasks(
     planned = [_SERVERS_DEVICE] * len(hosts)
     notices: list[str] = []
     for machine, theirs in by_machine.items():
-        gpus, capacity = found[hosts[theirs[0]]]
+        gpus, capacity, _ = found[hosts[theirs[0]]]
         computing = [engine for engine in theirs if not engines or engines[engine].job == WORKER]
         try:
             if computing:

@@ -6,7 +6,7 @@ engine cannot delay it. It has two connections to the notebook: its standard inp
 notebook needs the engine, and a connection to the notebook's control channel, which the kernel checks with keep-alive
 probes. For a suspended notebook, the notebook's kernel still answers the probes.
 
-    probe   print, as a line of JSON, the version, GPUs and capacity of this machine
+    probe   print, as a line of JSON, the versions, GPUs and capacity of this machine
     serve   read an `Assignment` from standard input, run its engine, and end with the engine's exit status. With a
             process id as second argument, end when that process ends, too. A server passes its own process id, because
             processes that it forked would keep the pipe open after its end.
@@ -48,6 +48,7 @@ from distnb.cluster.local.capacity import this_machine
 from distnb.cluster.local.guardian import end_descriptor
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.network import address_towards, interface_of
+from distnb.cluster.package_versions import installed_packages
 from distnb.cluster.process_environment import (
     DEVICE_VARIABLE,
     ENGINE_VARIABLE,
@@ -196,6 +197,7 @@ def _probe() -> int:
         "python": platform.python_version(),
         "gpus": available_gpus(),
         "capacity": dataclasses.asdict(this_machine()),
+        "packages": installed_packages(),
     }
     os.write(1, json.dumps(found).encode() + b"\n")
     return 0

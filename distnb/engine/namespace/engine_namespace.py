@@ -26,6 +26,7 @@ from distnb.objects.modes.environment import (
     capture_environment,
     outside_inference,
 )
+from distnb.objects.modules.received_modules import received_modules
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
 from distnb.wire.exchange import (
@@ -100,6 +101,7 @@ class EngineNamespace:
         self.teams.program_begins(snapshot.serial)
         torch.clear_autocast_cache()  # values that were cast in an earlier program may be out of date
         self._apply_outcome(objects, snapshot)
+        received_modules.receive(snapshot.module_files)
         environment = None if snapshot.environment is None else snapshot.environment.on(self.teams.place)
         if environment is not None:
             apply_environment(environment, early=True)

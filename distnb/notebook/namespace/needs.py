@@ -8,6 +8,7 @@ from typing import Any
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.user_names import is_user_name, user_names
+from distnb.objects.code.definitions import is_code
 from distnb.objects.digesting import Digests
 from distnb.objects.plain import is_plain
 from distnb.wire.messages import ObjectId
@@ -65,6 +66,12 @@ class Needs:
                 self.more.extend(user_names(user_ns))
             for handle in list(references.met.values()):
                 self.follow_handle(handle)
+
+    def modules(self) -> set[str]:
+        """Return the modules that the program reads or imports, and those that define its values and their classes."""
+        values = (*self.sections.values(), *self.plain.values())
+        defined = {getattr(value, "__module__", None) if is_code(value) else type(value).__module__ for value in values}
+        return {name for name in (*self.digests.imports, *self.imports.values(), *defined) if isinstance(name, str)}
 
     def _add(self, name: str, value: Any) -> None:
         kind = type(value)

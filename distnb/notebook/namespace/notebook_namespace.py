@@ -26,9 +26,11 @@ from distnb.notebook.output.wording import cell_name
 from distnb.objects.code.definitions import Classes, is_code, is_simple
 from distnb.objects.code.reads import names_read
 from distnb.objects.modes.environment import capture_environment
+from distnb.objects.modules.local_modules import ModuleFile
 from distnb.objects.packing import Packed
 from distnb.objects.plain import is_plain
 from distnb.options import DATA_LIMIT_NBYTES
+from distnb.runtime.this_process import this_process
 from distnb.topology import Team
 from distnb.values import DistributedValues
 from distnb.wire.exchange import HeldArgument, NamedArgument, Result, Snapshot, TeamKey, is_bare
@@ -80,6 +82,7 @@ class NotebookNamespace:
         reads = names_read(source)
         needs = self._needs(tracked)
         needs.digests.attributes |= reads.attributes
+        needs.digests.imports |= reads.imports
         needs.more += sorted({*reads.names, *tracked.bound.rebound(self.user_ns)})
         if reads.dynamic:
             needs.more += sorted(user_names(self.user_ns))
@@ -298,6 +301,11 @@ class NotebookNamespace:
         for name, value in {**plain, **{name: self.user_ns[name] for name in needs.imports}}.items():
             bound.send(name, value)
         code_changed = any(is_code(sections[name]) for name in lacking)
+        if this_process.importing is not None and (bind or lacking):
+            this_process.importing(needs.modules())
+        files: dict[str, ModuleFile] = {}
+        if this_process.local_modules is not None:
+            tracked.module_files, files = this_process.local_modules.lacking(tracked.module_files)
         environment = capture_environment(tracked.environment, "beginning" if cell else "call")
         changed = None
         if environment is not tracked.environment:
@@ -324,6 +332,7 @@ class NotebookNamespace:
             environment=changed if changed is not None and changed.modes else None,
             sources=self._sources(tracked, needs),
             modules=self._reloads(tracked, needs) if cell or bind or code_changed else {},
+            module_files=files,
             awaited=tuple(name for name in sorted(needs.digests.attributes) if "." in name and name not in sys.modules),
         )
         tracked.forget.clear()

@@ -94,6 +94,7 @@ class TrackedObjects:
         ended: Whether the engines were restarted, stopped or left to another notebook.
         sources: The hashes of the texts that the engines have, by file name.
         modules: The state of the notebook's modules that the engines know.
+        module_files: The digests of the files of local modules that the engines have.
         forget, adopt, renamed, released, unlike_parts: The changes that the next snapshot reports to the engines.
         fresh: Whether everything is sent again, because earlier snapshots may not have arrived.
     """
@@ -109,6 +110,7 @@ class TrackedObjects:
         self.ended = False
         self.sources: dict[str, int] = {}
         self.modules: dict[str, Reloads] = {}
+        self.module_files: Mapping[str, bytes] = {}
         self.forget: set[str] = set()
         self.unlike_parts: set[int] = set()
         self.adopt: dict[ObjectId, str | Mapping[int, int | ObjectId]] = {}
@@ -232,6 +234,7 @@ class TrackedObjects:
         self.environment = None
         self.sources.clear()
         self.modules.clear()
+        self.module_files = {}
         self.fresh = True
 
     def reject(self, snapshot: Snapshot) -> None:

@@ -57,6 +57,8 @@ _GLOBAL_READS = frozenset(
     {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_GLOBAL", "DELETE_NAME", "STORE_GLOBAL"}
 )
 
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
+
 # Attributes that replace `__annotations__` in a class since Python 3.14, or that compiling them leaves in a NamedTuple.
 _OF_LAZY_ANNOTATIONS = frozenset({"__annotate_func__", "__annotations_cache__", "__classdictcell__"})
 
@@ -91,10 +93,13 @@ class CodeNames(NamedTuple):
     Attributes:
         names: Global names that the code reads or deletes, or assigns after a `global` statement.
         attributes: All other names in the code. They show which submodules it uses.
+        imports: The modules that `import` statements in the code name, also as `package.name` for each name that they
+            import from a package.
     """
 
     names: frozenset[str]
     attributes: frozenset[str]
+    imports: frozenset[str]
 
     @property
     def dynamic(self) -> bool:
@@ -107,17 +112,33 @@ def own_names(code: types.CodeType) -> set[str]:
     return {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_READS}
 
 
+def _own_imports(code: types.CodeType) -> set[str]:
+    """Return the modules that a code object itself imports, without those of nested code objects."""
+    found: set[str] = set()
+    if _IMPORT_NAME not in code.co_code[::2]:
+        return found
+    names: tuple[str, ...] = ()  # those that follow `from … import`, which the code loads right before
+    for each in dis.get_instructions(code):
+        if each.opname == "IMPORT_NAME":
+            found.update((each.argval, *(f"{each.argval}.{name}" for name in names)))
+        if each.opname != "EXTENDED_ARG":
+            names = each.argval if type(each.argval) is tuple else ()
+    return found
+
+
 @functools.lru_cache(maxsize=4096)
 def names_of_code(code: types.CodeType) -> CodeNames:
     """Return the names that a code object uses."""
     names = own_names(code)
     attributes = set(code.co_names)
+    imports = _own_imports(code)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner = names_of_code(constant)
             names |= inner.names
             attributes |= inner.attributes
-    return CodeNames(frozenset(names), frozenset(attributes))
+            imports |= inner.imports
+    return CodeNames(frozenset(names), frozenset(attributes), frozenset(imports))
 
 
 def source_of(code: types.CodeType) -> tuple[str, str] | None:

@@ -40,12 +40,14 @@ class Reads:
         names: Names, including builtins, that it reads or deletes before it has certainly assigned them.
         assigned: Names that statements at its top level assign, if they run.
         attributes: Names of attributes in it. They show which submodules it uses.
+        imports: The modules that it imports (see `CodeNames`).
         dynamic: True if it may read any name (eval, exec, globals(), %run…).
     """
 
     names: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
+    imports: set[str] = field(default_factory=set)
     dynamic: bool = False
 
 
@@ -139,6 +141,7 @@ class _Flow:
             self._bodies[node.name] = later
         self._read(now, sure)
         self.found.attributes |= names_of_code(code).attributes
+        self.found.imports |= names_of_code(code).imports
         self.found.dynamic = self.found.dynamic or not DYNAMIC_ATTRIBUTES.isdisjoint(self.found.attributes)
         deleted = {each.argval for each in dis.get_instructions(code) if each.opname == "DELETE_NAME"}
         self.found.names |= deleted  # even if the cell has just assigned it: the notebook must delete it, too

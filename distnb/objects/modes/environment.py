@@ -27,6 +27,7 @@ __all__ = [
     "capture_early",
     "capture_environment",
     "cell_began",
+    "current_cell",
     "outside_inference",
 ]
 
@@ -111,6 +112,11 @@ def cell_began() -> None:
     """Note that a cell of the notebook begins."""
     global _cell
     _cell += 1
+
+
+def current_cell() -> int:
+    """Return the number of the notebook's current or latest cell; 0 in a script."""
+    return _cell
 
 
 def apply_environment(environment: Environment, *, early: bool | None = None) -> None:

@@ -12,7 +12,10 @@ from typing import Any
 from distnb.objects.modes.mode import Mode
 from distnb.objects.rng_state import numpy_state, set_numpy_state
 
-__all__ = ["MODES"]
+__all__ = ["MODES", "own_path_entries"]
+
+own_path_entries: list[str] = []
+"""The first entries of `sys.path` that belong to this process. They are not sent, and stay when a path is received."""
 
 
 def _directory() -> str | None:
@@ -27,8 +30,12 @@ def _set_directory(directory: str | None) -> None:
         os.chdir(directory)
 
 
+def _path() -> tuple[str, ...]:
+    return tuple([entry for entry in sys.path if entry not in own_path_entries])
+
+
 def _set_path(path: tuple[str, ...]) -> None:
-    sys.path[:] = path
+    sys.path[:] = [*own_path_entries, *path]
 
 
 _OF_THE_PROCESS = frozenset(
@@ -119,7 +126,7 @@ def _category(module: str, name: str) -> Any:
 
 MODES: tuple[Mode, ...] = (
     Mode(name="working directory", capture=_directory, apply=_set_directory, early=True),
-    Mode(name="import path", capture=lambda: tuple(sys.path), apply=_set_path, early=True),
+    Mode(name="import path", capture=_path, apply=_set_path, early=True),
     Mode(name="environment variables", capture=_changed_variables, apply=_set_variables, early=True),
     Mode(name="warning filters", capture=_warning_filters, apply=_set_warning_filters, when="beginning"),
     Mode(name="tracebacks", capture=_traceback_mode, apply=_set_traceback_mode, when="beginning"),  # %xmode

@@ -14,6 +14,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from distnb.errors import ProgramError
 from distnb.objects.modes.environment import capture_early
+from distnb.objects.modules.local_modules import ModuleFile
 from distnb.runtime.servers.atomic_changes import change_in_place
 from distnb.runtime.servers.copies import UNKNOWN, Copy, difference
 from distnb.runtime.servers.server_messages import (
@@ -123,6 +124,8 @@ class ServerAccess:
         self._fresh: tuple[frozenset[int], float] = frozenset(), 0.0
         self._row_versions: dict[Shard, int] = {}
         self._owners: dict[Stored, TensorWeakRef] = {}
+        # By server and generation: the digests of the files of local modules that the server has.
+        self._files_there: dict[tuple[int, int], Mapping[str, bytes]] = {}
         self._optimizers: dict[int, tuple[bytes, Sequence[Sequence[Stored]]]] = {}
         self.representatives: dict[Stored, Any] = {}
         self.is_one_of_several = False
@@ -568,6 +571,7 @@ class ServerAccess:
         if only is not None:
             servers &= set(only)
         environment = capture_early()
+        files = {server: self._module_files(server) for server in sorted(servers)}
         self.exchange(
             {
                 server: [
@@ -579,11 +583,23 @@ class ServerAccess:
                             for group in groups
                         ),
                         environment=environment,
+                        module_files=files[server][1],
                     )
                 ]
                 for server in sorted(servers)
             }
         )
+        for server, (digests, _) in files.items():
+            self._files_there[server, self.servers.generation(server)] = digests
+
+    def _module_files(self, server: int) -> tuple[Mapping[str, bytes], Mapping[str, ModuleFile]]:
+        """Return the files of local modules that a server lacks, after the digests of all (see `LocalModules`)."""
+        if this_process.local_modules is None:
+            return {}, {}
+        if this_process.importing is not None:
+            this_process.importing(())
+        known = self._files_there.get((server, self.servers.generation(server)), {})
+        return this_process.local_modules.lacking(known)
 
     def step(self, requests: dict[int, StepOptimizer]) -> None:
         """Have the servers update variables with gradients, and update a worker's copies to the new values.

@@ -10,6 +10,7 @@ import torch
 
 from distnb.errors import ClosureCancelled, OptionError, StaleHandleError
 from distnb.objects.modes.environment import apply_environment
+from distnb.objects.modules.received_modules import received_modules
 from distnb.runtime.servers.server_messages import (
     Create,
     Describe,
@@ -221,6 +222,7 @@ class ShardStore:
         return optimizer
 
     def _make_optimizer(self, asked: MakeOptimizer) -> None:
+        received_modules.receive(asked.module_files)
         apply_environment(asked.environment.on("cpu"))  # servers keep shards and optimizers on the CPU
         parameters = {shard: self._held(shard).parameter for group in asked.groups for shard in group}
         self._optimizers[asked.optimizer] = ServerOptimizer(asked.factory, asked.groups, parameters)
