@@ -15,7 +15,10 @@ def installed_packages() -> dict[str, str]:
     """Return the version of each package that is installed here, by its normalised name."""
     found: dict[str, str] = {}
     for each in importlib.metadata.distributions():
-        name, version = each.metadata["Name"], each.version
+        try:
+            name, version = each.metadata["Name"], each.version
+        except Exception:  # noqa: BLE001  (an interrupted installation leaves folders without the file)
+            continue
         if name and version:
             found.setdefault(_normalised(name), version)  # the first one on `sys.path` is imported
     return found

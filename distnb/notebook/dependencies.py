@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -102,10 +101,11 @@ def cure_for_missing(error: BaseException) -> str:
     if path is None:
         return ""
     found = f"{error.name} is a local module of this notebook: {path}."
-    if this_process.local_modules is None:
+    local = this_process.local_modules
+    if local is None:
         return (
             f"{found} Start the engines with --sync, or distnb.start(..., sync=True), and it is sent to their machines."
         )
-    if sys.modules.get(error.name) is not None:
-        return f"{found} It was not sent, see the notice above."
-    return f"{found} It was not sent, since no import statement names it. Import it in an ordinary cell first."
+    return local.refusal(error.name) or (
+        f"{found} It was not sent, since no import statement names it. Import it in an ordinary cell first."
+    )

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from distnb.objects.memory.blocks import MemoryBlock
-from distnb.objects.placeholder import Placeholder
+from distnb.objects.placeholder import CURE_FOR_MODULES, Placeholder
 from distnb.objects.rng_state import generator_state, set_generator_state
 
 __all__ = ["ByOpener"]
@@ -105,6 +105,5 @@ def open_module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         return Placeholder(
-            f"The module {name} cannot be imported on this replica ({error}). The cure: install it where the engines "
-            "run, or add its folder to sys.path in a cell."
+            f"The module {name} cannot be imported on this replica ({error}). The cure: {CURE_FOR_MODULES}."
         )

@@ -37,7 +37,7 @@ from distnb.objects.constructors import ByOpener, open_storage
 from distnb.objects.digesting import Side
 from distnb.objects.memory.blocks import MemoryBlock
 from distnb.objects.packing import OFFSET_BITS, Packed
-from distnb.objects.placeholder import Placeholder, label_of
+from distnb.objects.placeholder import CURE_FOR_MODULES, Placeholder, label_of
 
 __all__ = ["Opener", "is_lost", "pairs_in"]
 
@@ -109,9 +109,11 @@ class Opener:
     def lost(self, name: str, error: Exception) -> Placeholder:
         """Note that a value could not be opened, and return its placeholder."""
         self.failed[name] = error
+        cure = "make it inside the distributed cell, or keep it out of what the cell reads"
+        if isinstance(error, ModuleNotFoundError):
+            cure = CURE_FOR_MODULES
         replacement = Placeholder(
-            f"{label_of(name)} cannot be opened here: {type(error).__name__}: {error}. The cure: make it inside "
-            "the distributed cell, or keep it out of what the cell reads."
+            f"{label_of(name)} cannot be opened here: {type(error).__name__}: {error}. The cure: {cure}."
         )
         vars(replacement)["why"] = error.with_traceback(None)
         return replacement

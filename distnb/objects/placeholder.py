@@ -12,7 +12,13 @@ from typing import Any, NoReturn
 
 from distnb.errors import CannotTravelError, DistnbError
 
-__all__ = ["Placeholder", "cure_for", "is_unsendable", "label_of", "refusal"]
+__all__ = ["CURE_FOR_MODULES", "Placeholder", "cure_for", "is_unsendable", "label_of", "refusal"]
+
+CURE_FOR_MODULES = (
+    "install it where the engines run. If it is the notebook's own, start the engines with %distnb start --sync, or "
+    "add its folder to sys.path in a cell"
+)
+"""The cure for a module that a replica cannot import."""
 
 _CURES: tuple[tuple[tuple[type, ...], str], ...] = (
     (

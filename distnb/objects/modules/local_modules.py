@@ -10,8 +10,8 @@ files are sent in *units*, which an engine imports by the same names:
 Engines get the files before the program that needs them. Nothing is fetched on demand, when an import fails: the
 workers of a DataLoader have no connection to the notebook, and an engine that has another module of the same name
 would import that one. So the needed units are found in advance. They contain every local module that the notebook has
-loaded, the modules that the program's text and functions import, and the modules that files of these units import. A
-module that only `importlib.import_module` names is missing until the notebook has imported it.
+loaded, the modules that the program's text and functions import, and the modules that the files of these modules
+import. A module that only `importlib.import_module` names is missing until the notebook has imported it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import time
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import xxhash
@@ -74,14 +74,18 @@ class _File:
 
     Attributes:
         state: The facts that a change of the file changes; None if it was too recent to rely on them.
-        imports: The modules that the file imports.
     """
 
     path: str
+    place: str
     state: tuple[int, ...] | None
     digest: bytes
     content: bytes
-    imports: frozenset[str]
+
+    @cached_property
+    def imports(self) -> frozenset[str]:
+        """The modules that the file imports, also as `package.name` for names that it imports from a package."""
+        return frozenset(_imports(self.content, self.place))
 
 
 class _CannotBeSent(Exception):
@@ -102,7 +106,8 @@ class LocalModules:
         self._announce = announce
         self._lock = threading.RLock()
         self._units: dict[str, str] = {}  # the path of each unit by its name
-        self._others: set[str] = {"__main__", "__mp_main__", "distnb"}  # modules that are not sent
+        self._refused: dict[str, str] = {}  # the reason by unit
+        self._others: set[str] = {"__main__", "__mp_main__", "distnb"}  # modules that are not local
         self._is_local: dict[str, bool] = {}
         self._without_data: set[str] = set()
         self._needed: set[str] = set()
@@ -146,35 +151,43 @@ class LocalModules:
 
     def sends(self, name: str) -> bool:
         """Return whether a module is in one of the units."""
-        return any(name == unit or name.startswith(unit + ".") for unit in self._units)
+        return any(prefix in self._units for prefix in _prefixes(name))
+
+    def refusal(self, name: str) -> str:
+        """Return why a local module is not sent, with the cure; "" if there is no reason."""
+        return next((self._refused[prefix] for prefix in _prefixes(name) if prefix in self._refused), "")
 
     # -- units -------------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
+        """Read the units of all modules that the needed modules import, directly or not."""
         files: dict[str, _File] = {}
-        names, searched = {*self._needed, *self._loaded()}, set[str]()
-        read: dict[str, str] = {}
-        while names or any(read.get(unit) != path for unit, path in self._units.items()):
-            for name in sorted(names):
-                self._find(name)
-            searched |= names
-            names = set()
-            for unit, path in sorted(self._units.items()):
-                if read.get(unit) == path:
+        imports: set[str] = set()
+        waiting, reached, read = [*self._needed, *self._loaded()], set[str](), set[str]()
+        while waiting:
+            for module in _prefixes(waiting.pop()):  # importing a module imports the packages that contain it
+                if module in reached:
                     continue
-                read[unit] = path
-                found = self._read(unit)
-                files |= found
-                names.update(*(file.imports for file in found.values()))
-                if not found:  # its files were deleted, or are elsewhere now
-                    self._units.pop(unit, None)
-                    self._find(unit)
-            names -= searched
+                reached.add(module)
+                unit = self._unit_of(module)
+                if unit is None:
+                    continue
+                if unit not in read:
+                    if not os.path.exists(self._units[unit]):
+                        del self._units[unit]
+                        if self._unit_of(module) != unit:
+                            continue
+                    read.add(unit)
+                    files |= self._read(unit)
+                place = module.replace(".", "/")
+                file = files.get(f"{place}/__init__.py") or files.get(f"{place}.py")
+                if file is not None:
+                    imports |= file.imports
+                    waiting += file.imports
         digests = {place: file.digest for place, file in sorted(files.items())}
         before = self._current[0]
         if digests != before:
-            self._current = digests, files
-            self.imports = frozenset().union(*(file.imports for file in files.values()))
+            self._current, self.imports = (digests, files), frozenset(imports)
             self._announce_size([place for place, digest in digests.items() if before.get(place) != digest])
 
     def _loaded(self) -> Iterator[str]:
@@ -189,29 +202,34 @@ class LocalModules:
             if known:
                 yield name
 
-    def _find(self, name: str) -> None:
-        """Add the unit of a module, if the module is local."""
-        if any(prefix in self._units or prefix in self._others for prefix in _prefixes(name)):
-            return
+    def _unit_of(self, name: str) -> str | None:
+        """Return the unit that contains a module; None if the module is not local, or is not sent."""
+        for prefix in _prefixes(name):
+            if prefix in self._others or prefix in self._refused:
+                return None
+            if prefix in self._units:
+                return prefix
         found = _outermost(name)
         if found is None:
-            return  # it may be created later
+            return None  # it may be created later
         unit, spec = found
-        path = local_path(spec)
-        if path is None:
+        file = local_path(spec)
+        if file is None:
             self._others.add(unit)
-        elif not path.endswith(".py") or not os.path.isfile(path):
-            self._refuse(unit, f"it consists of {path}")
-        else:
-            self._units[unit] = path if spec.submodule_search_locations is None else os.path.dirname(path)
+            return None
+        if not file.endswith(".py") or not os.path.isfile(file):
+            self._refuse(unit, f"it consists of {file}")
+            return None
+        self._units[unit] = file if spec.submodule_search_locations is None else os.path.dirname(file)
+        return unit
 
     def _refuse(self, unit: str, why: str) -> None:
-        self._others.add(unit)
         self._units.pop(unit, None)
-        self._announce(
-            f"distnb: the local module `{unit}` is not sent to the engines, because {why}. Only Python code and data "
-            "are sent. Install it on the engines' machines."
+        self._refused[unit] = (
+            f"The local module `{unit}` is not sent to the engines, because {why}. Only Python code and data are sent. "
+            "Install it on the engines' machines."
         )
+        self._announce(f"distnb: {self._refused[unit]}")
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -245,12 +263,13 @@ class LocalModules:
                 folders[:] = [each for each in folders if os.path.isfile(os.path.join(folder, each, "__init__.py"))]
             for name in names:
                 path = os.path.join(folder, name)
+                within = path[len(top) + 1 :]
                 if name.endswith(_COMPILED):
-                    raise _CannotBeSent(f"{os.path.relpath(path, top)} in it is compiled")
+                    raise _CannotBeSent(f"{within} in it is compiled")
                 is_code = name.endswith(".py")
                 if name[0] == "." or not (is_code or with_data):
                     continue
-                found[os.path.relpath(path, top)] = path
+                found[within] = path
                 nbytes += 0 if is_code else _size(path)
                 if with_data and (nbytes > _MOST_DATA_NBYTES or len(found) > _MOST_FILES):
                     self._without_data.add(unit)
@@ -359,15 +378,11 @@ def _read_file(path: str, place: str, before: _File | None) -> _File | None:
     # A second change within a tick of the file system's clock would leave the state unchanged.
     is_recent = time.time_ns() - status.st_mtime_ns < _RECENT_NS
     digest = xxhash.xxh3_128_digest(content)
-    if before is not None and before.digest == digest:
-        imports = before.imports
-    else:
-        imports = frozenset(_imports(content, place)) if place.endswith(".py") else frozenset()
-    return _File(path=path, state=None if is_recent else state, digest=digest, content=content, imports=imports)
+    return _File(path=path, place=place, state=None if is_recent else state, digest=digest, content=content)
 
 
 def _imports(content: bytes, place: str) -> Iterator[str]:
-    """Yield the modules that a file imports, also as `package.name` for names that it imports from a package."""
+    """Yield the modules that a file's text imports."""
     try:
         text = importlib.util.decode_source(content).replace("\\\n", " ")
     except (SyntaxError, UnicodeDecodeError):
