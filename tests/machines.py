@@ -28,12 +28,14 @@ class Machines:
         folder: The folder with keys and configuration.
         own: This machine's address on their network.
         mark: The prefix of the names of their network devices.
+        hidden: A folder of this machine that is empty on the others.
     """
 
     names: tuple[str, ...]
     folder: Path
     own: str
     mark: str
+    hidden: Path
 
     @property
     def ssh_args(self) -> list[str]:
@@ -58,10 +60,12 @@ def machines(folder: Path, *names: str) -> Iterator[Machines]:
     """Provide machines with these names until the block ends."""
     if os.geteuid() != 0:
         pytest.skip("making network namespaces needs root")
-    for program in ("ip", "ssh", "sshd", "ssh-keygen", "unshare", "hostname"):
+    for program in ("ip", "ssh", "sshd", "ssh-keygen", "unshare", "hostname", "mount"):
         needs(program)
     mark = f"dn{os.getpid() % 10**7}x"
-    made = Machines(names, folder, f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.1", mark)
+    own = f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.1"
+    made = Machines(names, folder, own, mark, hidden=folder / "hidden")
+    made.hidden.mkdir()
     try:
         _do("ip", "link", "add", f"{mark}b", "type", "bridge")
         _do("ip", "netns", "add", f"{mark}0")
@@ -134,8 +138,9 @@ def _serve(made: Machines, number: int, name: str) -> subprocess.Popen[bytes]:
         f"SetEnv {' '.join(f'{key}={value}' for key, value in environment.items())}\n"
     )
     # `exec` throughout, so that the known process is the server itself.
-    script = f"hostname {name}; exec {needs('sshd')} -D -e -f {config}"
-    command = [needs("ip"), "netns", "exec", f"{made.mark}{number}", needs("unshare"), "--uts", "sh", "-c", script]
+    script = f"hostname {name}; mount -t tmpfs none {made.hidden}; exec {needs('sshd')} -D -e -f {config}"
+    namespaces = [needs("ip"), "netns", "exec", f"{made.mark}{number}", needs("unshare"), "--uts", "--mount"]
+    command = [*namespaces, "sh", "-ec", script]
     with open(made.folder / f"sshd_{name}.log", "wb") as log:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     processes.OF_MODULE.add(server.pid)

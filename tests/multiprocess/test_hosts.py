@@ -40,7 +40,7 @@ def notebook(network: Machines) -> Iterator[Notebook]:
         processes.OF_MODULE.add(made.pid)
         made.run(f"import os, torch; torch.set_num_threads(1); ssh_args = {network.ssh_args!r}")
         words = " ".join(network.ssh_args)
-        made.run(f'%distnb start --hosts red,blue --per-host 2 --ssh-args "{words}"', timeout_s=120)
+        made.run(f'%distnb start --hosts red,blue --per-host 2 --sync --ssh-args "{words}"', timeout_s=120)
         made.run("import distnb, distnb.notebook.compose; cluster = distnb.notebook.compose.current()")
         yield made
 
@@ -74,6 +74,13 @@ found = (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD
 
 def test_no_secret_is_in_arguments_or_environment_variables(notebook: Notebook) -> None:
     check_secrets(notebook, 3 * 4)  # ssh, node agent and engine of each of four
+
+
+def test_modules_that_only_the_notebook_has_are_sent(network: Machines, notebook: Notebook) -> None:
+    (network.hidden / "only_here.py").write_text("ANSWER = 42\n")
+    notebook.run(f"import sys; sys.path.insert(0, {str(network.hidden)!r})")
+    notebook.run("%%distribute mirrored\nfrom only_here import ANSWER\nthere = os.listdir(sys.path[1])")
+    assert notebook.value("[ANSWER, there]") == [42, []]
 
 
 def test_training_equals_one_replica(notebook: Notebook) -> None:

@@ -19,7 +19,7 @@ from distnb.cluster.local.launcher import EngineOrder
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.network import address_towards, interface_of, listening_address
 from distnb.cluster.process_environment import without_task_variables
-from distnb.cluster.remote.base import Hosts, Transport, probe
+from distnb.cluster.remote.base import Found, Hosts, Transport, probe
 from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.remote.hosts import HostOptions, are_workers, make_plan, read_host_options
 from distnb.cluster.remote.node_agent import Assignment
@@ -113,7 +113,7 @@ def test_a_host_list_is_recognised_as_the_workers(monkeypatch: pytest.MonkeyPatc
 
 def test_engines_are_distributed_over_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Capacity(cores=16, memory_nbytes=2**40)
-    found = {"a": (4, room), "b": (0, Capacity(cores=1, memory_nbytes=2**40))}
+    found = {"a": Found(4, room, {"numpy": "2.1"}), "b": Found(0, Capacity(cores=1, memory_nbytes=2**40), {})}
     monkeypatch.setattr("distnb.cluster.remote.hosts.probe", lambda names, way, on_progress: found)
     monkeypatch.setattr("distnb.cluster.remote.hosts.listening_address", lambda names, interface: "10.0.0.1")
 
@@ -122,6 +122,7 @@ def test_engines_are_distributed_over_machines(monkeypatch: pytest.MonkeyPatch) 
     def engines(devices: str | None = None, **words: Any) -> dict[str, int]:
         plan = make_plan(StartOptions(devices=devices), HostOptions(hosts=("a", "b"), **words))
         notices[:] = plan.notices
+        assert plan.packages == {"a": {"numpy": "2.1"}, "b": {}}
         return dict(Counter(plan.hosts))
 
     assert engines() == {"a": 4, "b": 2}

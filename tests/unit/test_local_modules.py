@@ -143,7 +143,7 @@ def test_compiled_modules_are_refused_with_a_notice(project: Project) -> None:
 
 def test_too_much_data_stays(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_modules, "_MOST_DATA_NBYTES", 1 << 20)
-    monkeypatch.setattr(local_modules, "_LARGE_NBYTES", 1 << 20)
+    monkeypatch.setattr(local_modules, "_LARGE_NBYTES", (1 << 20) - 1)
     project.write({"big/__init__.py": "", "big/sub/__init__.py": "", "big/sub/x.py": "", "big/data/x.py": ""})
     project.write({"big/data/image.bin": bytes(1 << 20)})
     assert "big/data/image.bin" in project.sent("big")
