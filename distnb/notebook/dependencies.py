@@ -39,6 +39,8 @@ class Dependencies:
         self._hosts = tuple(hosts)
         self._packages = packages
         self._announce = announce
+        self._needed: set[str] = set()
+        self._imports: frozenset[str] = frozenset()  # by local modules
         self._compared: set[str] = set()
         self.local_modules = LocalModules(announce) if sync else None
 
@@ -49,12 +51,15 @@ class Dependencies:
 
     def need(self, modules: Collection[str]) -> None:
         """Prepare for code that imports these modules. A notice reports each package that differs once."""
+        imports = self._imports
         if self.local_modules is not None:
             self.local_modules.need(modules)
-            modules = {*modules, *self.local_modules.imports}
-        new = {name.partition(".")[0] for name in modules} - self._compared
-        if not new:
+            imports = self.local_modules.imports
+        if imports is self._imports and self._needed.issuperset(modules):
             return
+        self._imports = imports
+        self._needed.update(modules)
+        new = {name.partition(".")[0] for name in (*modules, *imports)} - self._compared
         self._compared |= new
         unlike = []
         for package in sorted({found for name in new if not self._is_sent(name) and (found := package_of(name))}):

@@ -101,10 +101,13 @@ def test_of_a_namespace_package_only_the_needed_parts_are_sent(project: Project)
 
 
 def test_loaded_modules_are_sent_even_if_no_text_names_them(project: Project) -> None:
-    project.write({"loaded.py": "", "unloaded.py": ""})
+    project.write({"loaded.py": "import numpy", "unloaded.py": ""})
     assert project.sent() == {}
     importlib.import_module("loaded")
     assert list(project.sent()) == ["loaded.py"]
+    assert "numpy" not in project.modules.imports  # no program is known to need it
+    project.sent("loaded")
+    assert "numpy" in project.modules.imports
 
 
 def test_only_changed_files_are_sent_again(project: Project) -> None:

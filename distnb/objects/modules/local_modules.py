@@ -99,7 +99,7 @@ class LocalModules:
         announce: Shows a notice to the user.
 
     Attributes:
-        imports: The modules that the files import.
+        imports: The modules that the needed modules import.
     """
 
     def __init__(self, announce: Callable[[str], None]) -> None:
@@ -160,35 +160,47 @@ class LocalModules:
     # -- units -------------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
-        """Read the units of all modules that the needed modules import, directly or not."""
+        """Read the units of the needed modules, and of all modules that these import, directly or not."""
         files: dict[str, _File] = {}
+        reached: set[str] = set()
+        read: set[str] = set()
+        imports = frozenset(self._follow(self._needed, reached, read, files))
+        self._follow(self._loaded(), reached, read, files)
+        self.imports = imports if imports != self.imports else self.imports
+        digests = {place: file.digest for place, file in sorted(files.items())}
+        before = self._current[0]
+        if digests != before:
+            self._current = digests, files
+            self._announce_size([place for place, digest in digests.items() if before.get(place) != digest])
+
+    def _follow(self, names: Iterable[str], reached: set[str], read: set[str], files: dict[str, _File]) -> set[str]:
+        """Read the units of modules, and of the modules that they import. Return the imported modules.
+
+        Args:
+            reached, read: The modules that were handled, and the units that were read so far. They are added to.
+            files: Receives the files of the units.
+        """
         imports: set[str] = set()
-        waiting, reached, read = [*self._needed, *self._loaded()], set[str](), set[str]()
+        waiting = [*names]
         while waiting:
             for module in _prefixes(waiting.pop()):  # importing a module imports the packages that contain it
                 if module in reached:
                     continue
                 reached.add(module)
                 unit = self._unit_of(module)
-                if unit is None:
-                    continue
-                if unit not in read:
+                if unit is not None and unit not in read:
                     if not os.path.exists(self._units[unit]):
                         del self._units[unit]
-                        if self._unit_of(module) != unit:
-                            continue
-                    read.add(unit)
-                    files |= self._read(unit)
+                        unit = self._unit_of(module)
+                    if unit is not None:
+                        read.add(unit)
+                        files |= self._read(unit)
                 place = module.replace(".", "/")
                 file = files.get(f"{place}/__init__.py") or files.get(f"{place}.py")
                 if file is not None:
                     imports |= file.imports
                     waiting += file.imports
-        digests = {place: file.digest for place, file in sorted(files.items())}
-        before = self._current[0]
-        if digests != before:
-            self._current, self.imports = (digests, files), frozenset(imports)
-            self._announce_size([place for place, digest in digests.items() if before.get(place) != digest])
+        return imports
 
     def _loaded(self) -> Iterator[str]:
         """Yield the names of the local modules that this process has loaded."""
