@@ -71,6 +71,8 @@ def test_a_module_is_sent_with_all_that_it_imports(project: Project) -> None:
             "package/__pycache__/part.cpython-312.pyc": "no",
             "package/.env": "secret",
             "package/.git/config": "no",
+            "package/venv/pyvenv.cfg": "no",
+            "package/venv/lib/compiled.abi3.so": "no",
             "only_tests_need_it.py": "",
             "unneeded.py": "",
         }

@@ -44,6 +44,7 @@ _MOST_FILES = 10_000
 _RECENT_NS = 2_000_000_000  # the coarsest clock of a file system
 _COMPILED = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 _LEFT_OUT = "__pycache__"
+_ENVIRONMENT = "pyvenv.cfg"  # the file that marks a virtual environment, which may be within a package
 
 # An import statement, also within a function. A package of a thousand files is searched in a tenth of a second; parsing
 # would take several. A match in a docstring does no harm, since only modules that exist are sent.
@@ -266,7 +267,8 @@ class LocalModules:
         with_data = unit not in self._without_data
         found, nbytes, visited = {}, 0, set[str]()
         for folder, folders, names in os.walk(top, followlinks=True):
-            if (real := os.path.realpath(folder)) in visited:
+            real = os.path.realpath(folder)
+            if real in visited or _ENVIRONMENT in names:
                 folders.clear()
                 continue
             visited.add(real)
