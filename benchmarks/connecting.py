@@ -1,4 +1,4 @@
-"""The time to connect to a detached cluster from a new notebook, beside the time to start one.
+"""The time to connect to a detached cluster from a new notebook, next to the time to start one.
 
     python -m benchmarks.connecting [--rounds 5]
 
