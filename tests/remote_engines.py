@@ -99,6 +99,30 @@ def check_recovery(notebook: Notebook, replicas: int) -> None:
     assert notebook.value("trained") == (replicas, 2)
 
 
+def check_resize(notebook: Notebook, hosts: list[str]) -> None:
+    """Check that a cluster of four engines on two machines loses one, and gains it again.
+
+    Args:
+        notebook: A notebook with its cluster in `cluster`, which has imported `os`, `torch` and `distnb`.
+        hosts: The machine of each engine.
+    """
+    where = "(strategy.num_replicas_in_sync, strategy.local_results(where))"
+    notebook.run(_MAKE)
+    notebook.run(_TRAIN)
+    before = notebook.value(f"({_STATE})")
+    notebook.run("%distnb resize 3", timeout_s=60)
+    assert notebook.value(f"({_STATE})") == before
+    notebook.run("%%distribute mirrored\nwhere = os.uname().nodename")
+    assert notebook.value(where) == (3, tuple(hosts[:3]))
+    resized = notebook.run("%distnb resize 4", timeout_s=120)
+    assert "1 engine added (3). The cluster has 4 engines now." in resized.stdout
+    notebook.run("%%distribute mirrored\nwhere, state = os.uname().nodename, (" + _STATE + ")")
+    assert notebook.value(where) == (4, tuple(hosts))
+    assert notebook.value("state") == before  # equal on all replicas, so it is a plain value
+    notebook.run(_TRAIN)
+    assert notebook.value("trained") == (4, 2)
+
+
 def check_cut_off(notebook: Notebook, network: Machines, lost: str, survivor: str, folder: Path) -> None:
     """Check that cutting off a machine ends its program within seconds, and that the next runs on the other machine.
 

@@ -21,7 +21,7 @@ from distnb.cluster import tpu_chips
 from distnb.errors import OptionError, StartError
 from distnb.topology import Device, parse_device
 
-__all__ = ["available_gpus", "gpu_ids", "plan_devices"]
+__all__ = ["available_gpus", "further_devices", "gpu_ids", "plan_devices"]
 
 _DEFAULT_CPU_ENGINES = 2
 _MOST_ENGINES = 256
@@ -80,6 +80,40 @@ def plan_devices(
             "oversubscribe=True lets several engines share one (replicas then communicate through host memory)."
         )
     return named
+
+
+def further_devices(
+    count: int, used: Sequence[Device], *, oversubscribe: bool = False, gpus: int | None = None
+) -> tuple[Device, ...]:
+    """Return the devices of further engines on a machine: free ones, of the type of the engines that it has.
+
+    Args:
+        count: The number of further engines.
+        used: The devices of the machine's engines. Without engines, the new ones are on GPUs, if it has any.
+        oversubscribe: Let engines share devices if there are not enough free ones.
+        gpus: See `plan_devices`.
+
+    Raises:
+        StartError: There are not enough free devices.
+
+    Example:
+        >>> [str(device) for device in further_devices(2, [Device("cpu", 0), Device("cpu", 2)], gpus=0)]
+        ['cpu:1', 'cpu:3']
+    """
+    machine = _Machine(gpus)
+    kind = used[0].type if used else "cuda" if machine.count("cuda") else "cpu"
+    there = _MOST_ENGINES if kind == "cpu" else machine.count(kind)
+    free = [device for index in range(there) if (device := Device(kind, index)) not in used]
+    if len(free) >= count:
+        return tuple(free[:count])
+    if not oversubscribe or not there:
+        raise StartError(
+            f"{_count(count, 'further engine')} need {_count(count, 'free device')} of type {kind}, but "
+            f"{len(free) or 'none'} of {there} {'is' if len(free) == 1 else 'are'} free (engines have {_list(used)}). "
+            "A cluster that was started with oversubscribe=True lets engines share devices."
+        )
+    every = [Device(kind, index) for index in range(there)]
+    return tuple(free + [every[index % there] for index in range(count - len(free))])
 
 
 def _check_count(n: int | None) -> None:
@@ -180,8 +214,8 @@ def _why_no_gpu() -> str:
     return "the NVIDIA driver reports no GPU"
 
 
-def _count(gpus: int) -> str:
-    return f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
+def _count(number: int, thing: str = "GPU") -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _list(devices: object) -> str:

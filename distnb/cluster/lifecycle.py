@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,6 +76,25 @@ class RunningCluster(ABC):
         """
 
     @abstractmethod
+    def add(
+        self, devices: Mapping[int, Device], hosts: Mapping[int, str], *, on_progress: OnProgress = lambda text: None
+    ) -> None:
+        """Start further engines.
+
+        Args:
+            devices: Their devices, by their new ids.
+            hosts: The names of their machines. Engines without an entry run on this machine.
+            on_progress: Called with a text whenever the start makes progress.
+
+        Raises:
+            StartError: An engine ended or did not start in time. None of these engines exists then.
+        """
+
+    @abstractmethod
+    def remove(self, engines: Sequence[int]) -> None:
+        """End engines, and forget them."""
+
+    @abstractmethod
     def notice_ends(self) -> None:
         """Wait until `missing` includes the engines that have ended already."""
 
@@ -134,11 +153,11 @@ class Cluster(RunningCluster):
         launcher: Launcher | None = None,
         processes: Processes | None = None,
     ) -> None:
-        self.devices = tuple(devices)
+        self._devices = dict(enumerate(devices))
         self._connection = connection
         self._on_exit = on_exit
         self._agent = agent
-        self.launcher = launcher or ThisMachine(self.devices)
+        self.launcher = launcher or ThisMachine(devices)
         self._lock = threading.RLock()  # one start, stop or restart at a time
         self._engines: dict[int, EngineProcess] = {}
         self._prepared = processes
@@ -188,12 +207,12 @@ class Cluster(RunningCluster):
             try:
                 self._processes = self._prepared or Processes()
                 (self.directory / "log").mkdir(exist_ok=True)  # the notebook may log already
-                names = ", ".join(map(str, self.devices))
-                on_progress(f"starting {_engines(len(self.devices))} on {names}")
+                engines = tuple(self._devices)
+                on_progress(self._starting(engines))
                 self._connection.write(self.directory)
-                self._launch(self._processes, range(len(self.devices)))
+                self._launch(self._processes, engines)
                 meanwhile()
-                self._wait_until_ready(self._processes, range(len(self.devices)), on_progress, timeout_s)
+                self._wait_until_ready(self._processes, engines, on_progress, timeout_s)
                 if self.launcher.has_controller:  # last, because its imports would slow down the engines
                     from distnb.cluster.local.controller import start_controller
 
@@ -209,20 +228,66 @@ class Cluster(RunningCluster):
             StartError: An engine ended or did not start in time. All of these engines are now `missing`.
         """
         with self._lock:
-            if self._processes is None:
-                raise NoClusterError("There is no running cluster whose engines could be restarted. Start one first.")
-            self._end(self._processes, engines)
+            processes = self._running()
+            self._end(processes, engines)
             try:
-                self.launcher.prepare(engines, on_progress)
-                self._launch(self._processes, engines)
-                self._wait_until_ready(self._processes, engines, on_progress, _START_TIMEOUT_S)
+                self._start_again(processes, engines, on_progress)
             except BaseException:
-                self._end(self._processes, engines)
+                self._end(processes, engines)
                 raise
+
+    def add(
+        self, devices: Mapping[int, Device], hosts: Mapping[int, str], *, on_progress: OnProgress = lambda text: None
+    ) -> None:
+        """Start further engines.
+
+        Args:
+            devices: Their devices, by their new ids.
+            hosts: The names of their machines. Engines without an entry run on this machine.
+            on_progress: Called with a text whenever the start makes progress.
+
+        Raises:
+            StartError: An engine ended or did not start in time. None of these engines exists then.
+        """
+        with self._lock:
+            processes = self._running()
+            for engine, device in devices.items():
+                self._devices[engine] = device
+                self.launcher.add(engine, device, hosts.get(engine, ""))
+            try:
+                on_progress(self._starting(devices))
+                self._start_again(processes, tuple(devices), on_progress)
+            except BaseException:
+                self.remove(tuple(devices))
+                raise
+
+    def remove(self, engines: Sequence[int]) -> None:
+        """End engines, and forget them."""
+        with self._lock:
+            try:
+                self._end(self._running(), engines)
+            finally:
+                for engine in engines:
+                    self._engines.pop(engine, None)
+                    del self._devices[engine]
+                    self.launcher.remove(engine)
+
+    def _running(self) -> Processes:
+        if self._processes is None:
+            raise NoClusterError("There is no running cluster whose engines could be changed. Start one first.")
+        return self._processes
+
+    def _starting(self, engines: Collection[int]) -> str:
+        return f"starting {_engines(len(engines))} on {', '.join(str(self._devices[engine]) for engine in engines)}"
+
+    def _start_again(self, processes: Processes, engines: Sequence[int], on_progress: OnProgress) -> None:
+        self.launcher.prepare(engines, on_progress)
+        self._launch(processes, engines)
+        self._wait_until_ready(processes, engines, on_progress, _START_TIMEOUT_S)
 
     def _launch(self, processes: Processes, engines: Sequence[int]) -> None:
         orders = [
-            EngineOrder(engine=engine, device=self.devices[engine], log=self._log_path(engine), agent=self._agent)
+            EngineOrder(engine=engine, device=self._devices[engine], log=self._log_path(engine), agent=self._agent)
             for engine in engines
         ]
         with processes.changed:
@@ -262,8 +327,8 @@ class Cluster(RunningCluster):
     # -- events from the launcher and the agents -------------------------------------------------------------------
 
     def _engine_launched(self, engine: int, pid: int) -> None:
-        _logger.info("engine %d (%s) is process %d", engine, self.devices[engine], pid)
-        self._engines[engine] = EngineProcess(engine=engine, pid=pid, device=self.devices[engine])
+        _logger.info("engine %d (%s) is process %d", engine, self._devices[engine], pid)
+        self._engines[engine] = EngineProcess(engine=engine, pid=pid, device=self._devices[engine])
 
     def engine_ready(self, engine: int) -> None:
         """Record that the agent of an engine serves programs. Any thread may call this."""
@@ -279,8 +344,8 @@ class Cluster(RunningCluster):
         if processes is None:
             return
         with processes.changed:
-            process = self._engines[engine]
-            if process.pid != pid:
+            process = self._engines.get(engine)
+            if process is None or process.pid != pid:
                 return
             _logger.info("engine %d %s", engine, words)
             self._engines[engine] = replace(process, ended=words)

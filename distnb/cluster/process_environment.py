@@ -21,6 +21,7 @@ __all__ = [
     "ENGINE_VARIABLE",
     "PRELOAD_VARIABLE",
     "PYTHON_MODULE",
+    "SHARING_VARIABLE",
     "STORE_VARIABLE",
     "THREADS_VARIABLE",
     "Seat",
@@ -40,6 +41,8 @@ __all__ = [
 ENGINE_VARIABLE = "DISTNB_ENGINE_ID"
 DEVICE_VARIABLE = "DISTNB_DEVICE"
 THREADS_VARIABLE = "DISTNB_THREADS"
+SHARING_VARIABLE = "DISTNB_SHARES_CORES"
+"""The variable with 1 if an engine's number of threads depends on the number of engines, and not on OMP_NUM_THREADS."""
 STORE_VARIABLE = "DISTNB_STORE_FILE"
 """The variable with the path of the file that is the rendezvous store for replicas of a script on this machine."""
 AGENT_VARIABLE = "DISTNB_AGENT"
@@ -131,6 +134,7 @@ def engines_environment(engines: int, directory: Path, *, agent: str) -> dict[st
     return {
         **compute_environment(engines),
         THREADS_VARIABLE: str(threads_for(engines)),
+        SHARING_VARIABLE: str(int(not os.environ.get("OMP_NUM_THREADS"))),
         CONNECTION_VARIABLE: str(connection_path(directory)),
         AGENT_VARIABLE: agent,
         **forwarded_environment(),

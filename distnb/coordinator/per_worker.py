@@ -103,7 +103,8 @@ class DatasetMaker:
             return self._dataset
         if not takes_context(self._dataset):
             return self._dataset()
-        return self._dataset(InputContext(self._workers, worker, self._replicas))
+        # A worker that the cluster gained later is one more pipeline.
+        return self._dataset(InputContext(max(self._workers, worker + 1), worker, self._replicas))
 
 
 class _IteratorMaker:

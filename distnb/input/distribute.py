@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from distnb.errors import ProgramError
 from distnb.input.agreeing import Agree
-from distnb.input.dataset import DistributedDataset
+from distnb.input.dataset import Dealing, Dealt, DistributedDataset
 from distnb.input.dealing import ReplicaInput, Turns
 from distnb.input.draws import Drawing, Shared, on_host
 from distnb.input.sharding import part_for_worker, resolve_policy
@@ -19,6 +20,9 @@ from distnb.topology import Device
 __all__ = ["distribute", "distribute_from_function"]
 
 _logger = logging.getLogger("distnb.input")
+
+Current = Callable[[], Mapping[str, Any]]
+"""A function that returns the current values of arguments of `distribute`, by name. It is pickled by its name."""
 
 
 def distribute(
@@ -32,6 +36,7 @@ def distribute(
     shared_randomness: Shared,
     agree: Agree | None = None,
     workers: Sequence[int] | None = None,
+    current: Current | None = None,
 ) -> DistributedDataset:
     """Distribute a dataset of global batches. Runs on each replica.
 
@@ -52,6 +57,8 @@ def distribute(
             different data on purpose, it is called for each batch.
         workers: The worker (machine) of each replica, numbered from 0; None for one worker. With several, the
             `auto_shard_policy` of the options selects the data of each.
+        current: Returns the current values of `num_replicas`, `replica_id`, `device`, `shared_randomness` and `agree`.
+            If the number of replicas changes, the data is dealt to the new number. None: it never changes.
 
     Example:
         >>> from contextlib import nullcontext
@@ -74,7 +81,8 @@ def distribute(
     place = ReplicaInput(
         num_replicas=num_replicas, replica_id=replica_id, device=device, target=_target(device, options), turns=turns
     )
-    return _make_dataset(dataset, batch_size, place, options, Drawing(shared_randomness, place), agree)
+    dealing = _Dealing(dataset, batch_size, options, current, (num_replicas, replica_id))
+    return DistributedDataset(dealing, dealing.dealt(place, Drawing(shared_randomness, place), agree))
 
 
 def distribute_from_function(
@@ -87,6 +95,7 @@ def distribute_from_function(
     shared_randomness: Shared,
     agree: Agree | None = None,
     workers: Sequence[int] | None = None,
+    current: Current | None = None,
 ) -> DistributedDataset:
     """Distribute the input pipelines that a function makes. Runs on each replica.
 
@@ -96,7 +105,8 @@ def distribute_from_function(
     pipelines are read completely by every replica of the worker.
 
     `make` is called with an `InputContext`. It returns an iterable of batches (a DataLoader, a generator's function, a
-    list) of the size for one replica. The other arguments are those of `distribute`.
+    list) of the size for one replica. The other arguments are those of `distribute`. If the number of replicas changes,
+    `make` is not called again: each replica still takes one batch of the pipeline for each step.
     """
     options = options or InputOptions()
     alone = options.replication_mode is InputReplicationMode.PER_REPLICA
@@ -118,27 +128,56 @@ def distribute_from_function(
             "The function that distribute_datasets_from_function called returned None. It must return its dataset: an "
             "iterable of batches, such as a DataLoader."
         )
-    return _make_dataset(dataset, None, place, options, drawing, agree)
+    dealing = _Dealing(dataset, None, options, current, (num_replicas, replica_id), by_turns=True)
+    return DistributedDataset(dealing, dealing.dealt(place, drawing, agree))
 
 
-def _make_dataset(
-    dataset: Any,
-    batch_size: int | None,
-    place: ReplicaInput,
-    options: InputOptions,
-    drawing: Drawing,
-    agree: Agree | None,
-) -> DistributedDataset:
-    source = source_of(dataset, batch_size, place, options, drawing)
-    _logger.info(
-        "replica %d of %d reads a %s as %s%s",
-        place.replica_id,
-        place.num_replicas,
-        type(dataset).__name__,
-        type(source).__name__,
-        "" if place.turns is None else f", pipeline {place.turns.pipeline} of {place.turns.pipelines}",
-    )
-    return DistributedDataset(source, place, options, drawing, agree)
+@dataclass(frozen=True)
+class _Dealing(Dealing):
+    """The dealing of a dataset.
+
+    Attributes:
+        batch_size: The number of examples in a global batch, for data that is not batched yet.
+        current: See `distribute`.
+        fixed: The number of replicas and the number of this one, if they never change.
+        by_turns: True if each replica takes whole batches of one pipeline, in turn.
+    """
+
+    data: Any
+    batch_size: int | None
+    options: InputOptions
+    current: Current | None
+    fixed: tuple[int, int]
+    by_turns: bool = False
+
+    def replicas(self) -> tuple[int, int]:
+        if self.current is None:
+            return self.fixed
+        now = self.current()
+        return now["num_replicas"], now["replica_id"]
+
+    def deal(self) -> Dealt:
+        assert self.current is not None, "the number of replicas of other datasets never changes"
+        now = self.current()
+        replicas, own, device = now["num_replicas"], now["replica_id"], now["device"]
+        turns = _turns([0] * replicas, own, 1) if self.by_turns and replicas > 1 else None
+        place = ReplicaInput(
+            num_replicas=replicas, replica_id=own, device=device, target=_target(device, self.options), turns=turns
+        )
+        return self.dealt(place, Drawing(now["shared_randomness"], place), now["agree"])
+
+    def dealt(self, place: ReplicaInput, drawing: Drawing, agree: Agree | None) -> Dealt:
+        """Return the data dealt to a place."""
+        source = source_of(self.data, self.batch_size, place, self.options, drawing)
+        _logger.info(
+            "replica %d of %d reads a %s as %s%s",
+            place.replica_id,
+            place.num_replicas,
+            type(self.data).__name__,
+            type(source).__name__,
+            "" if place.turns is None else f", pipeline {place.turns.pipeline} of {place.turns.pipelines}",
+        )
+        return Dealt(source=source, place=place, drawing=drawing, agree=agree if place.num_replicas > 1 else None)
 
 
 def _check_undistributed(dataset: Any) -> None:

@@ -26,6 +26,8 @@ class Progress:
         before: The state at its start: the states of the shared stream and of the user's own generators, and whether
             its source had workers.
         steps: The number of batches returned so far.
+        elements: The number of the source's batches, or of elements if replicas take turns, that all readers of the
+            pipeline have received together.
         ended: Whether it has returned all batches.
         batches: The total number of batches; None if it is unknown beforehand.
         epochs: The total number of iterations, the first being 0; None if it is unknown, as in a user's own loop.
@@ -37,14 +39,20 @@ class Progress:
     epoch: int
     before: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
+    elements: int = 0
     ended: bool = False
     batches: int | None = None
     epochs: int | None = None
 
-    def count_batch(self) -> None:
-        """Count a batch that was returned."""
-        self.steps += 1
+    def count_batch(self, elements: int = 1) -> None:
+        """Count a batch that was returned, and its elements."""
+        self.skip_batch(elements)
         Progress.latest = self
+
+    def skip_batch(self, elements: int) -> None:
+        """Count a batch that could not be read."""
+        self.steps += 1
+        self.elements += elements
 
 
 def pipelines_of(place: ReplicaInput) -> list[int]:

@@ -149,6 +149,19 @@ class ClusterMagic:
         engines = ", ".join(map(str, replaced))
         print(f"{_count(len(replaced), 'engine')} replaced: {engines}." if replaced else "No engine is missing.")
 
+    def resize(self, found: Namespace) -> None:
+        """Run `%distnb resize [N] [--workers N] [--ps N]`."""
+        session = sessions.require()
+        with _progress(self._shell) as show:
+            resized = session.resize(found.n, workers=found.workers, ps=found.ps, on_progress=show)
+        changes = [
+            f"{_count(len(engines), 'engine')} {what} ({', '.join(map(str, engines))})"
+            for what, engines in (("added", resized.added), ("removed", resized.removed))
+            if engines
+        ]
+        size = _count(len(session.status()), "engine")
+        print(f"{', '.join(changes)}. The cluster has {size} now." if changes else f"The cluster has {size} already.")
+
     def status(self, found: Namespace) -> None:
         """Run `%distnb status`."""
         if sessions.current() is None:

@@ -89,6 +89,7 @@ def _commands() -> dict[str, LineParser]:
         "disconnect": "leave a detached cluster, whose engines stay for the next notebook",
         "list": "list your detached clusters on this machine",
         "restart": "replace all engines, or the given ones",
+        "resize": "change the number of engines, or of workers",
         "status": "show each engine's role, device and state",
         "devices": "show the devices, their engines and their memory",
         "memory": "show the memory that each engine uses, and the free memory",
@@ -112,6 +113,10 @@ def _commands() -> dict[str, LineParser]:
     add = commands["connect"].add_argument
     add("name", metavar="NAME", help="the cluster's name, as shown by %%distnb list")
     add("--take", action="store_true", help="take the cluster over from another notebook")
+    add = commands["resize"].add_argument
+    add("n", metavar="N", nargs="?", type=_count, help="number of engines; of workers, if there are parameter servers")
+    add("--workers", metavar="N", type=_count, help="number of workers")
+    add("--ps", metavar="N", type=_count, help="number of parameter servers, which cannot be changed")
     commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables (default: all mirrored ones)")
     add = commands["logs"].add_argument
     add("engine", metavar="ENGINE", nargs="?", type=_whole, help="only this engine")

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from distnb.cluster.detached.daemon import DaemonOptions
 from distnb.cluster.detached.daemon_client import DaemonClient, notebook_name, start_daemon
 from distnb.cluster.lifecycle import Cluster, RunningCluster
 from distnb.cluster.local.processes import Processes
+from distnb.cluster.remote.further_engines import PlacedEngine, place_further
 from distnb.cluster.remote.hosts import HostPlan, make_plan, read_host_options
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.start_options import StartOptions
@@ -78,6 +79,12 @@ class EngineOwner(ABC):
         """Start the engines of `cluster`, and return when all of them are ready."""
 
     @abstractmethod
+    def place_further(
+        self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
+    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
+        """Return places for further engines or, with tasks, for the engines of further workers; and notices."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release everything, after the cluster has been stopped."""
 
@@ -136,6 +143,12 @@ class OwnedByNotebook(EngineOwner):
         assert self._cluster is not None
         self._cluster.start(on_progress=on_progress, meanwhile=meanwhile)
 
+    def place_further(
+        self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
+    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
+        """Return places that the plan allows."""
+        return place_further(self._plan, there, count, on_progress)
+
     def close(self) -> None:
         """Remove the private directory, and close the transport and the store."""
         self._processes.close()
@@ -153,7 +166,8 @@ class OwnedByDaemon(EngineOwner):
         self.directory = client.facts.directory
         self.keys = client.facts.keys
         self.store = client.facts.store
-        self.hosts, self.packages, self.sync = client.facts.hosts, client.facts.packages, client.facts.sync
+        self.hosts = tuple(client.facts.hosts.values())
+        self.packages, self.sync = client.facts.packages, client.facts.sync
 
     def _listening(self) -> tuple[str | None, tuple[int, int] | None]:
         facts = self.client.facts
@@ -167,6 +181,12 @@ class OwnedByDaemon(EngineOwner):
     def start(self, on_progress: Callable[[str], None]) -> None:
         """Have the daemon start the engines, and import torch here meanwhile."""
         self.client.start(on_progress=on_progress, meanwhile=_import_torch)
+
+    def place_further(
+        self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
+    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
+        """Return places that the daemon's plan allows."""
+        return self.client.place_further(there, count, on_progress)
 
     def close(self) -> None:
         """Disconnect from the daemon."""

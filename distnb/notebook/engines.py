@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from distnb import process_log
 from distnb.cluster.connection import Keys
 from distnb.cluster.lifecycle import RunningCluster
+from distnb.cluster.remote.further_engines import PlacedEngine
 from distnb.cluster.remote.heartbeat import LOST_AFTER_S
 from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.notebook.engine_owners import EngineOwner
@@ -260,6 +261,59 @@ class Engines:
         if lost := [engine for engine in replicas if engine in chosen]:
             self.teams.renew()
             self._namespace.engines_replaced(lost, survivors)
+
+    # -- another number of engines ---------------------------------------------------------------------------------
+
+    def placed(self) -> list[PlacedEngine]:
+        """Return every engine with its place, including engines that have ended."""
+        host = self.cluster.host
+        return [
+            PlacedEngine(engine=engine, device=process.device, host=host(engine), task=self.tasks.get(engine))
+            for engine, process in self.cluster.engines.items()
+        ]
+
+    def notice_ends(self) -> None:
+        """Wait until `left` lacks the engines that have ended. The caller holds the turn."""
+        self._await_answers()
+        self.cluster.notice_ends()
+
+    def place_further(
+        self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
+    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
+        """Return places for further engines or, with tasks, for the engines of further workers; and notices."""
+        return self.owner.place_further(there, count, on_progress)
+
+    def add(self, placed: Sequence[PlacedEngine], on_progress: Callable[[str], None]) -> None:
+        """Start further engines, and wait until they are ready. If that fails, none of them exists. Hold the turn.
+
+        Raises:
+            StartError: An engine did not start.
+        """
+        engines = tuple(each.engine for each in placed)
+        _logger.info("adding engines %s", engines)
+        devices = {each.engine: each.device for each in placed}
+        hosts = {each.engine: each.host for each in placed}
+        try:
+            self.cluster.add(devices, hosts, on_progress=on_progress)
+            self._await(engines)
+        except BaseException:
+            self.remove(engines)
+            raise
+        self.tasks.update({each.engine: each.task for each in placed if each.task is not None})
+        for engine in engines:
+            self.dispatch.engine_replaced(engine)
+
+    def remove(self, engines: Sequence[int]) -> None:
+        """End engines, and forget them. The caller holds the turn."""
+        _logger.info("removing engines %s", engines)
+        self.supervisor.forget(engines)
+        try:
+            self.cluster.remove([engine for engine in engines if engine in self.cluster.engines])
+        finally:
+            for engine in engines:
+                self.tasks.pop(engine, None)
+                self.dispatch.engine_replaced(engine)
+            self.teams.renew()
 
     def _report_lost(self, engines: Iterable[int]) -> None:
         """Report engines that the restart has ended or is about to end."""

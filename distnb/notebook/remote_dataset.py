@@ -34,13 +34,22 @@ class RemoteDataset:
         call: Calls a function on every replica.
         defer: Defers such a call.
         note: Called with each batch that an iteration returns.
+        began: Called with each iteration that begins.
     """
 
-    def __init__(self, handle: Any, call: Call, defer: Defer, note: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        call: Call,
+        defer: Defer,
+        note: Callable[[Any], None],
+        began: Callable[[RemoteIterator], None] = lambda iteration: None,
+    ) -> None:
         self._handle = handle
         self._call = call
         self._defer = defer
         self._note = note
+        self._began = began
 
     is_distributed_dataset = True
 
@@ -57,7 +66,9 @@ class RemoteDataset:
         facts = state_of_handle(iterator).facts
         for replica, fact in facts.items():
             facts[replica] = fact._replace(holds=tuple(held for held in fact.holds if not isinstance(held, str)))
-        return RemoteIterator(iterator, self._handle, self._call, self._defer, self._note)
+        iteration = RemoteIterator(iterator, self._handle, self._call, self._defer, self._note)
+        self._began(iteration)
+        return iteration
 
     def __len__(self) -> int:
         return int(self._call(len, self._handle))
@@ -148,6 +159,17 @@ class RemoteIterator(BatchIterator):
         except StructureError:  # the replicas read different data, and some are at the end
             return ()
         return batches
+
+    def settle(self) -> None:
+        """Drop the batches that were fetched ahead, and report how many the cell has received.
+
+        Call this before the number of replicas changes, when no call is under way. The batches are then read again.
+        """
+        self._here.clear()
+        self._asked = None
+        given, self._given = self._given, 0
+        if given and not self._ended:
+            self._call(_read_ahead, self._handle, given, 0, 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._here.clear()  # the program may read these batches itself

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.errors import ContextError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.handles.pending import DeferredCall, resolve
-from distnb.notebook.remote_dataset import RemoteDataset
+from distnb.notebook.remote_dataset import RemoteDataset, RemoteIterator
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime.base import Owner
 from distnb.runtime.in_process import local_components
@@ -100,18 +100,21 @@ class Remote:
         """Create a dataset from which every replica reads its slices."""
         keywords = {"batch_size": batch_size, "options": options}
         handle = self._ask("distribute_dataset", (dataset,), keywords)
-        return RemoteDataset(handle, self.call, self._defer, self._note_batch)
+        return RemoteDataset(handle, self.call, self._defer, self._note_batch, self._note_iteration)
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
         """Create a dataset with a function that creates the pipelines on the engines."""
         handle = self._ask("distribute_datasets_from_function", (fn,), {"options": options})
-        return RemoteDataset(handle, self.call, self._defer, self._note_batch)
+        return RemoteDataset(handle, self.call, self._defer, self._note_batch, self._note_iteration)
 
     def _defer(self, ask: Callable[[], Sequence[Any]], changed: Sequence[Any]) -> DeferredCall:
         return self._session().defer_call(self._strategy.spec, ask, changed)
 
     def _note_batch(self, batch: Any) -> None:
         self._session().namespace.batch = batch
+
+    def _note_iteration(self, iteration: RemoteIterator) -> None:
+        self._session().iterations.add(iteration)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Raise ContextError: gradients exist only in functions that `run` calls, and in distributed cells."""

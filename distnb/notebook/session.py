@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,9 @@ from distnb.notebook.output.profiles import write_profiles
 from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, step_difference, warn_of_drift
 from distnb.notebook.programs.outcome import Outcome
 from distnb.notebook.reconnection import Restored, restore_names, resume_programs
+from distnb.notebook.remote_dataset import RemoteIterator
 from distnb.notebook.reports import process_text, stacks_text
+from distnb.notebook.resizing import Resized, Resizing, checked_size
 from distnb.notebook.saved_names import SavedNames
 from distnb.notebook.session_part import SessionPart
 from distnb.notebook.views.front_end import FrontEnd
@@ -79,6 +82,7 @@ class Session:
         events: The events of all engines, to which widgets and output subscribe.
         front: The front end that shows output and progress.
         namespace: The notebook's side of the namespace that it shares with the engines.
+        iterations: The iterations of the notebook's own cells over distributed datasets.
         unshown: The programs that no cell started (see `inspecting`). Their output is not shown.
         failure: The failure of the latest cell or call, for `debug`; None if it succeeded.
         latest_strategy: The kind of the strategy of the latest call.
@@ -102,6 +106,7 @@ class Session:
         self._dependencies: Dependencies | None = None
         self._pending = PendingCalls()
         self._deferred: list[DeferredCall] = []
+        self.iterations: weakref.WeakSet[RemoteIterator] = weakref.WeakSet()
         self._inspecting = threading.local()
         self.unshown: set[int] = set()
         self._owner = os.getpid()
@@ -264,11 +269,50 @@ class Session:
             chosen = self._engines.choose(engines, missing=missing)
             if chosen:
                 for part in self._parts:
-                    part.leave(chosen)
+                    part.leave(chosen, "was ended by a restart")
                 self._engines.replace(chosen, on_progress, awaited=bool(self._pending))
                 for part in self._parts:
                     part.enlist(chosen)
         return chosen
+
+    def resize(
+        self,
+        n: int | None = None,
+        *,
+        workers: int | None = None,
+        ps: int | None = None,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> Resized:
+        """Change the number of engines or, in a cluster with parameter servers, of workers.
+
+        New engines get copies of what the replicas have in common: mirrored models, optimizers, variables, metrics and
+        distributed datasets, in the middle of an epoch, too. The engines with the greatest numbers are removed first,
+        after those that have ended. What only they have is lost, and its names are printed. Strategies that run on all
+        engines run on the new number from now on. If this fails or is interrupted, the cluster keeps its size.
+
+        Args:
+            n: The number of engines, or of workers.
+            workers: The number of workers, in place of `n`.
+            ps: The number of parameter servers, which cannot be changed.
+            on_progress: Called with a text whenever the start of engines makes progress.
+
+        Returns:
+            The engines that were added, and those that were removed.
+
+        Raises:
+            OptionError: The arguments are no valid size.
+            StartError: The machines have no room for more engines, or an engine did not start.
+            ReplicaStuck: An engine is still busy with a program that was ended.
+        """
+        with self._dispatch.turn:
+            size = checked_size(n, workers, ps, self.tasks)
+            self._send_deferred()
+            self.finish_calls()
+            for iteration in list(self.iterations):
+                iteration.settle()
+            resized = Resizing(self._engines, self.namespace, self._parts, on_progress).to(size)
+            self.front.follow(self)
+        return resized
 
     def status(self) -> tuple[EngineStatus, ...]:
         """Return the device, process and state of each engine."""
@@ -382,6 +426,7 @@ class Session:
             self._send_deferred()
             self.finish_calls()  # the cell reads the effects of earlier calls
             team = self.team(spec)
+            self._engines.teams.used.add(spec)
             if only and max(only) >= team.size:
                 raise OptionError(f"There is no replica {max(only)}: the program's are 0 to {team.size - 1}.")
             self._dispatch.require_ready(team.engines)
@@ -530,6 +575,7 @@ class Session:
     ) -> _Call:
         """Pack a call and send it. The caller holds the turn, and is within `interrupts`."""
         team = self.team(spec)
+        self._engines.teams.used.add(spec)
         self.latest_strategy = spec.kind
         with self._dispatch.interrupts.brief():
             if self._pending and self.namespace.may_be_changed(team):
@@ -633,6 +679,7 @@ class Session:
             ),
             give_up,
             called=True,
+            unstoppable=operation in ("rename", "threads"),
         )
 
     def _ask(
@@ -642,6 +689,7 @@ class Session:
         give_up: Callable[[dict[int, Any]], None] = lambda results: None,
         *,
         called: bool = False,
+        unstoppable: bool = False,
     ) -> dict[int, Any]:
         """Run a program on some engines, and return the values of its replies by engine.
 
@@ -649,6 +697,7 @@ class Session:
             message_of: Returns the program's message, from its number and team.
             give_up: See `perform`.
             called: Whether the user's code called it.
+            unstoppable: Whether the user cannot end it.
         """
         with self._dispatch.turn:
             program = self._dispatch.number()
@@ -658,7 +707,7 @@ class Session:
             with self._dispatch.interrupts as interrupts:
                 try:
                     message = message_of(program, team)
-                    outcome = self._dispatch.post(program, team.engines, message)
+                    outcome = self._dispatch.post(program, team.engines, message, unstoppable=unstoppable)
                     self._wait(outcome, team)
                 except BaseException:
                     give_up({})

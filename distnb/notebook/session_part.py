@@ -36,8 +36,11 @@ class SessionPart:
     def enlist(self, engines: Iterable[int]) -> None:
         """Use engines that have just started. The caller holds the session's turn."""
 
-    def leave(self, engines: Iterable[int]) -> None:
-        """Release engines that are about to be replaced."""
+    def leave(self, engines: Iterable[int], how: str) -> None:
+        """Release engines that are about to be replaced or removed. `how` says how they end."""
+
+    def forget(self, engines: Iterable[int]) -> None:
+        """Forget engines that were removed."""
 
     def user_interrupts(self) -> bool:
         """End the programs of this part at the user's request. Return False if none runs."""

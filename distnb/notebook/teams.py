@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 
 from distnb.cluster.lifecycle import RunningCluster
 from distnb.cluster.rendezvous_store import free_port
@@ -27,6 +28,9 @@ class Teams:
     Args:
         store: The store's address (host, port), or None.
         excluded: The engines that belong to no team.
+
+    Attributes:
+        used: The strategies that have run a program.
     """
 
     def __init__(self, store: tuple[str, int] | None, excluded: AbstractSet[int]) -> None:
@@ -35,6 +39,7 @@ class Teams:
         # No process listens at this port. Programs that create a store of their own read it from MASTER_PORT.
         self._address = store if store is not None else ("127.0.0.1", free_port())
         self._teams: dict[StrategySpec, Team] = {}
+        self.used: set[StrategySpec] = set()
         self._missed: set[int] = set()  # ended engines that the user has been notified of
         self._generation = 1
         self._lock = threading.Lock()  # the watcher's thread begins new generations, too
@@ -78,6 +83,31 @@ class Teams:
         with self._lock:
             self._generation = max(self._generation, generation + 1)
 
+    def strategies(self, devices: Mapping[int, Device]) -> dict[tuple[int, ...], list[StrategySpec]]:
+        """Return the known strategies, by the engines that each has if the cluster's engines have these devices."""
+        found: dict[tuple[int, ...], list[StrategySpec]] = {}
+        for spec in self._teams:
+            with suppress(ClusterError, OptionError):
+                found.setdefault(tuple(choose_engines(spec, self._computing(devices))), []).append(spec)
+        return found
+
+    def grown(
+        self, before: Mapping[int, Device], after: Mapping[int, Device]
+    ) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Return, for the strategies that were used and run on all engines, their engines after the cluster has grown.
+
+        The keys are their engines before.
+        """
+        return {
+            engines: tuple(choose_engines(spec, self._computing(after)))
+            for engines, specs in self.strategies(before).items()
+            for spec in specs
+            if spec in self.used and not (spec.devices or spec.num_replicas)
+        }
+
+    def _computing(self, devices: Mapping[int, Device]) -> dict[int, Device]:
+        return {engine: device for engine, device in sorted(devices.items()) if engine not in self._excluded}
+
     def renew(self, after: Team | None = None) -> None:
         """Begin a new generation: the teams of the next programs form new process groups, since an engine came or went.
 
@@ -107,7 +137,7 @@ def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]
         if wanted > len(alive):
             raise OptionError(
                 f"The strategy needs {wanted} replicas, but the cluster has {len(alive)} engine(s) ({there}). "
-                f"Start a larger one: %distnb stop, then %distnb start -n {wanted}."
+                f"Resize it (%distnb resize {wanted}), or start a larger one."
             )
         return list(alive)[:wanted]
     free = dict(alive)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
     from distnb.topology import Device
 
-__all__ = ["Streams", "captured", "share", "streams"]
+__all__ = ["Streams", "captured", "restore", "share", "streams"]
 
 
 class Streams:
@@ -144,6 +144,14 @@ def captured() -> bytes:
     """Return the pickled random states that replicas share, for a comparison: torch's, `random`'s and NumPy's."""
     with streams.shared():
         return pickle.dumps(RngState.capture(streams.generators))
+
+
+def restore(states: bytes) -> None:
+    """Set the random states that replicas share to a result of `captured`, of a replica on the same type of device."""
+    state = pickle.loads(states)
+    if len(state.torch) == len(streams.generators):
+        with streams.shared():
+            state.restore(streams.generators)
 
 
 def share(group: Group) -> None:

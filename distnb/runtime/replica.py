@@ -156,11 +156,11 @@ class Spmd:
             self._unbind_names = this_process.note_names()
             try:
                 self._resynchronise("strategy.scope")
-                self._take_made()
+                self.take_made()
                 self._sync.listen()
                 with self.registration.noting():
                     yield self._strategy
-                self._take_made()
+                self.take_made()
                 if self._shared is not None:
                     self._shared.synchronise()
             except BaseException as error:
@@ -173,7 +173,7 @@ class Spmd:
                 calls.leave()
                 self._open_scopes -= 1
 
-    def _take_made(self) -> None:
+    def take_made(self) -> None:
         """Register the objects that scopes have made so far, on all replicas, before a call that may use them."""
         if not self.registration.pending:
             return
@@ -185,7 +185,7 @@ class Spmd:
     def _before_common_pass(self) -> None:
         innermost = contexts.innermost()
         if innermost is None or innermost[0] is self._strategy:
-            self._take_made()
+            self.take_made()
 
     def _resynchronise(self, within: str) -> None:
         # A program that ended in the middle of a step may have left different values on the replicas.
@@ -216,14 +216,14 @@ class Spmd:
         __tracebackhide__ = True  # see Strategy.run
         process = self._process
         if process.team.size == 1:
-            self._take_made()
+            self.take_made()
             return self._run(fn, args, kwargs)
         foreign_libraries.prepare()
         calls = process.group.begin_call()
         try:
             if self._generation != process.group.generation:
                 self._resynchronise("strategy.run")
-            self._take_made()
+            self.take_made()
             return self._run(fn, args, kwargs)
         except BaseException as error:
             calls.fail("strategy.run", error)
@@ -272,7 +272,7 @@ class Spmd:
 
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         process = self._process
-        self._take_made()
+        self.take_made()
         if process.size == 1:
             return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
         leaves, shape = flatten(value)
@@ -306,7 +306,7 @@ class Spmd:
 
     def gather(self, value: Any, axis: int) -> Any:
         process = self._process
-        self._take_made()
+        self.take_made()
 
         def one(leaf: Any) -> torch.Tensor:
             if process.size > 1 and not self._has_components(leaf):
@@ -325,7 +325,7 @@ class Spmd:
 
     def broadcast(self, value: Any, source: int) -> Any:
         process = self._process
-        self._take_made()
+        self.take_made()
         if not 0 <= source < process.size:
             raise OptionError(f"broadcast from replica {source}: the replicas are 0 to {process.size - 1}.")
         own = map_structure(self._own, select(value, process.rank, process.size))
@@ -338,7 +338,7 @@ class Spmd:
         return local_components(value)
 
     def assert_in_sync(self, value: Any) -> None:
-        self._take_made()
+        self.take_made()
         if self._process.size > 1:
             assert_in_sync(self._process.group, select(value, self._process.rank, self._process.size))
 
@@ -352,20 +352,23 @@ class Spmd:
 
     def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
         """Return a dataset of this replica's slices of the global batches."""
-        return distribute(dataset, batch_size=batch_size, options=options, **self._reading())
+        return distribute(dataset, batch_size=batch_size, options=options, current=_reading, **_reading())
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
         """Return a dataset of this replica's batches from its worker's pipeline."""
-        return distribute_from_function(fn, options=options, **self._reading())
+        return distribute_from_function(fn, options=options, current=_reading, **_reading())
 
-    def _reading(self) -> dict[str, Any]:
-        process = self._process
-        return {
-            "num_replicas": process.size,
-            "replica_id": process.rank,
-            "device": process.device,
-            "workers": process.workers,
-            "shared_randomness": streams.shared,
-            # A function, because the dataset may outlive the current group.
-            "agree": lambda value: process.group.all_gather_object(value),
-        }
+
+def _reading() -> dict[str, Any]:
+    """Return the arguments of `distribute` for this replica, as they are now."""
+    process = this_process.replica
+    assert process is not None, "only a replica reads a distributed dataset"
+    return {
+        "num_replicas": process.size,
+        "replica_id": process.rank,
+        "device": process.device,
+        "workers": process.workers,
+        "shared_randomness": streams.shared,
+        # A function, because the dataset may outlive the current group.
+        "agree": lambda value: process.group.all_gather_object(value),
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from distnb.accelerators import use
 from distnb.collectives.group.eager import always_eager
 from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
+from distnb.options import StrategySpec
 from distnb.runtime import contexts, randomness
 from distnb.runtime.base import Owner
 from distnb.runtime.consistency import loader_batches
@@ -26,7 +27,7 @@ from distnb.runtime.this_process import this_process
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
 
-__all__ = ["SpmdProcess", "enter", "join_from_env", "register_restored"]
+__all__ = ["SpmdProcess", "enter", "join_from_env", "register_random", "register_restored"]
 
 
 class SpmdProcess:
@@ -86,12 +87,20 @@ class SpmdProcess:
         """Return the number of writes to each model's parameters, for all strategies, by the model's description."""
         return {name: number for each in self._runtimes.values() for name, number in each.writes().items()}
 
+    def take_made(self, strategies: Iterable[StrategySpec]) -> None:
+        """Register the objects that scopes of these strategies have made. All replicas call this together."""
+        runtimes = {strategy.spec: runtime for strategy, runtime in self._runtimes.items()}
+        for spec in strategies:
+            if spec in runtimes:
+                runtimes[spec].take_made()
+
     def strategy_of(self, made: torch.Tensor | torch.nn.Module) -> Owner | None:
         """Return the strategy that made a parameter or a model (see `Registration.owns`), or None."""
         return next((strategy for strategy, each in self._runtimes.items() if each.registration.owns(made)), None)
 
 
 # A new engine receives its objects before it joins a group. They can be registered only when there is a group.
+_random: list[bytes] = []
 _restored: dict[Any, list[tuple[Any, Sequence[ParameterKey | None]]]] = {}
 
 
@@ -124,6 +133,8 @@ def enter(team: Team, rank: int, device: Device, group: Group, *, nothing_new: b
     streams.reset()
     use(device)
     streams.use_device(device)
+    if _random:
+        randomness.restore(_random.pop())
     while _restored:
         strategy, values = _restored.popitem()
         process.runtime_of(strategy).registration.take_restored(values)
@@ -139,6 +150,11 @@ def register_restored(strategy: Owner, value: Any, places: Sequence[ParameterKey
         places: See `Registration.take_restored`.
     """
     _restored.setdefault(strategy, []).append((value, places))
+
+
+def register_random(states: bytes) -> None:
+    """Set the random states that replicas share to those of another replica, when the next program begins."""
+    _random[:] = [states]
 
 
 def _numbered(names: Sequence[str]) -> tuple[int, ...]:

@@ -95,6 +95,9 @@ class Front:
     def attach(self, session: Session | None) -> None:
         """Subscribe to a session's events, and unsubscribe from the previous session's."""
         if session is self._session:
+            if session is not None:  # it may have other engines
+                with self._lock:
+                    self._note_engines(session)
             return
         self._unsubscribe()
         with self._lock:
@@ -108,13 +111,21 @@ class Front:
             self._cells = deque((boundary, view) for _, view in self._cells)
         if session is not None:
             self._unsubscribe = session.events.subscribe(self._enqueue)
-            rows = session.status()
-            self._replicas = len(rows)
-            self._devices = {row.engine: row.device for row in rows}
-            tasks = session.tasks
-            computing = sorted(engine for engine, task in tasks.items() if task.computes)
-            self._workers = {engine: replica for replica, engine in enumerate(computing)}
-            self._who = "worker " if len({tasks[engine] for engine in computing}) == len(computing) else ""
+            self._note_engines(session)
+        self.on_news()
+
+    def _note_engines(self, session: Session) -> None:
+        """Note the engines of a session, and forget samples of others."""
+        rows = session.status()
+        self._replicas = len(rows)
+        self._devices = {row.engine: row.device for row in rows}
+        tasks = session.tasks
+        computing = sorted(engine for engine, task in tasks.items() if task.computes)
+        self._workers = {engine: replica for replica, engine in enumerate(computing)}
+        self._who = "worker " if len({tasks[engine] for engine in computing}) == len(computing) else ""
+        for engine in self._samples.keys() - self._devices.keys():
+            del self._samples[engine]
+            self._widgets.ended(engine)
         self.on_news()
 
     def _enqueue(self, event: Any) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "Reloads",
     "Request",
     "Result",
+    "Settlement",
     "Snapshot",
     "Summary",
     "TeamKey",
@@ -309,7 +310,9 @@ class Request(NamedTuple):
         path: The attributes `("a", name)` and items `("i", key)` to follow from the object.
         answers: The replicas that answer; None for all.
         targets: The ids of the objects, for operations on several objects.
-        pack: The objects that a survivor exported and a replacement imports.
+        pack: The objects that a survivor exported and a new engine imports.
+        left_out: The ids of the objects that are not exported.
+        random: The survivor's random states, which a new engine imports.
     """
 
     snapshot: Snapshot
@@ -317,6 +320,22 @@ class Request(NamedTuple):
     answers: tuple[int, ...] | None = None
     targets: tuple[ObjectId, ...] = ()
     pack: Packed | None = None
+    left_out: tuple[ObjectId, ...] = ()
+    random: bytes = b""
+
+
+class Settlement(NamedTuple):
+    """The request to prepare a group of engines for replicas that leave it, or for new ones.
+
+    Attributes:
+        team: The engines before the change.
+        leaving: The replicas that leave.
+        strategies: The strategies that run on these engines.
+    """
+
+    team: TeamKey
+    leaving: tuple[int, ...]
+    strategies: tuple[StrategySpec, ...]
 
 
 @dataclass

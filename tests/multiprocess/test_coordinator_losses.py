@@ -13,7 +13,7 @@ import torch
 
 import distnb
 from distnb.coordinator import ClusterCoordinator, RemoteValue
-from distnb.errors import ClosureCancelled, NoClusterError, ServerLost
+from distnb.errors import ClosureCancelled, NoClusterError, OptionError, ServerLost
 from distnb.notebook import engines
 from distnb.notebook.compose import current, require
 from distnb.runtime.servers.server_messages import Create, Describe
@@ -115,6 +115,61 @@ def test_a_lost_server_is_an_error_at_once_until_it_is_replaced(coordinator: Clu
     assert servers.exchange({0: [Describe()], 1: [Describe()]})[1] == ((),)
     assert coordinator.schedule(whoami).fetch()
     coordinator.join()
+
+
+def test_workers_are_added_and_removed_while_closures_run(coordinator: ClusterCoordinator) -> None:
+    session, strategy = require(), coordinator.strategy
+    session.restart(missing=True)
+    with strategy.scope():
+        total = distnb.Variable(0.0)
+
+    def add(seconds: float) -> int:
+        time.sleep(seconds)
+        total.assign_add(1.0)
+        return os.getpid()
+
+    def workers() -> int:
+        return len({task for task in session.tasks.values() if task.computes})
+
+    assert session.resize(1).removed == (1,)
+    assert workers() == 1
+    values = [coordinator.schedule(add, args=(0.4,)) for _ in range(8)]
+    assert session.resize(workers=3, ps=2).added == (1, 4)
+    assert {str(session.tasks[engine]) for engine in (1, 4)} == {"worker 1", "worker 2"}
+    wait_until(lambda: sum(each.state == "running" for each in coordinator.status().workers) == 3, _WITHIN_S)
+    coordinator.join()
+    assert len(set(coordinator.fetch(values))) == 3
+    assert float(total) == 8.0
+    before = coordinator.status().retried
+    values = [coordinator.schedule(add, args=(0.4,)) for _ in range(6)]
+    wait_until(lambda: sum(each.state == "running" for each in coordinator.status().workers) == 3, _WITHIN_S)
+    session.resize(1)
+    coordinator.join()
+    assert len(set(coordinator.fetch(values))) <= 3
+    assert coordinator.status().retried > before
+    assert [each.worker for each in coordinator.status().workers] == [0]
+    assert float(total) == 14.0
+    session.resize(2)
+    with pytest.raises(OptionError, match="ps=1: the cluster has 2 parameter servers, and their number is fixed"):
+        session.resize(2, ps=1)
+    with pytest.raises(OptionError, match="give one of the two"):
+        session.resize(2, workers=2)
+
+
+def test_a_worker_that_is_added_later_is_one_more_pipeline(coordinator: ClusterCoordinator) -> None:
+    def pipeline(context: distnb.InputContext) -> list[tuple[int, int]]:
+        return [(context.input_pipeline_id, context.num_input_pipelines)] * 100
+
+    session = require()
+    batches = iter(coordinator.create_per_worker_dataset(pipeline))
+    session.resize(3)
+
+    def read(batches: Iterator[tuple[int, int]]) -> tuple[int, int]:
+        time.sleep(0.2)
+        return next(batches)
+
+    found = coordinator.fetch([coordinator.schedule(read, args=(batches,)) for _ in range(9)])
+    assert set(found) == {(0, 2), (1, 2), (2, 3)}
 
 
 def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> None:

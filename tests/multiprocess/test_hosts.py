@@ -18,6 +18,7 @@ from tests.remote_engines import (
     check_cut_off,
     check_killed,
     check_recovery,
+    check_resize,
     check_roles,
     check_secrets,
     check_stop,
@@ -85,6 +86,10 @@ def test_modules_that_only_the_notebook_has_are_sent(network: Machines, notebook
 
 def test_training_equals_one_replica(notebook: Notebook) -> None:
     check_training(notebook, "mirrored")
+
+
+def test_a_machine_loses_and_gains_an_engine(notebook: Notebook) -> None:
+    check_resize(notebook, ["red", "red", "blue", "blue"])
 
 
 def test_a_machine_that_is_cut_off_ends_the_program(network: Machines, notebook: Notebook, tmp_path: Path) -> None:

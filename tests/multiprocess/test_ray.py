@@ -130,6 +130,23 @@ def test_an_address_of_rays_client_is_an_error(notebook: Notebook) -> None:
     assert "ray://127.0.0.1:10001 leads to Ray's client server" in failed.error_text
 
 
+@pytest.mark.soak  # test_hosts.py tests it on machines that ssh reaches
+def test_ray_reserves_and_frees_the_bundles_of_a_resize(cluster: Cluster, notebook: Notebook) -> None:
+    notebook.run(f"%distnb start --ray {cluster.address} -n 2", timeout_s=120)
+    assert cluster.do("free") == 1
+    failed = notebook.try_run("%distnb resize 4", timeout_s=60)
+    assert "Ray did not reserve 2 × 1 CPU" in failed.error_text
+    assert "The cluster has 2 engines, as before." in failed.error_text
+    notebook.run("%distnb resize 3", timeout_s=120)
+    assert cluster.do("free") == 0
+    assert lines_of_each(notebook.run(SUM).stdout, 3) == [["3.0"]] * 3
+    notebook.run("%distnb resize 2", timeout_s=60)
+    processes.wait_until(lambda: cluster.do("free") == 1, _FREED_WITHIN_S, "Ray's bundle is not free")
+    assert lines_of_each(notebook.run(SUM).stdout, 2) == [["2.0"]] * 2
+    notebook.run("%distnb stop")
+    _wait_until_free(cluster)
+
+
 def test_engines_compute_on_all_nodes_and_a_lost_one_is_replaced(cluster: Cluster, notebook: Notebook) -> None:
     notebook.run(f"%distnb start --ray {cluster.address} -n 3 --spread", timeout_s=120)
     assert cluster.do("free") == 0

@@ -18,6 +18,7 @@ from tests.machines import Machines, machines
 from tests.remote_engines import (
     check_cut_off,
     check_killed,
+    check_resize,
     check_roles,
     check_secrets,
     check_stop,
@@ -84,6 +85,15 @@ def make(context):
 strategy.distribute_datasets_from_function(make)
 """)
     assert notebook.value("strategy.local_results(pipelines)") == ((2, 0), (2, 0), (2, 1), (2, 1))
+
+
+@pytest.mark.soak  # test_hosts.py tests it, too
+def test_an_allocation_is_not_filled_beyond_its_tasks(notebook: Notebook) -> None:
+    check_resize(notebook, ["blue", "blue", "red", "red"])
+    processes.OF_MODULE.update(steps())
+    failed = notebook.try_run("%distnb resize 5", timeout_s=60)
+    assert "The Slurm allocation is full" in failed.error_text
+    assert "The cluster has 4 engines, as before." in failed.error_text
 
 
 @pytest.mark.soak  # test_hosts.py tests it, too

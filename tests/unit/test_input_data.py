@@ -325,7 +325,7 @@ def test_an_interrupt_during_a_wait_ends_the_iteration(monkeypatch: pytest.Monke
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(iterator._reader, "read", interrupted)
+    monkeypatch.setattr(iterator._reading.reader, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     assert eventually(lambda: not multiprocessing.active_children())

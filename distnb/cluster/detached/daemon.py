@@ -15,6 +15,7 @@ notebook's end at once. The daemon ends with its cluster: at a request, at the t
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -52,12 +53,14 @@ from distnb.cluster.detached.protocol import (
 )
 from distnb.cluster.lifecycle import Cluster, EngineProcess
 from distnb.cluster.local.processes import Processes
+from distnb.cluster.remote.further_engines import PlacedEngine, place_further
 from distnb.cluster.remote.heartbeat import HeartbeatListener
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.start_options import DETACHED_HOURS, StartOptions
 from distnb.errors import ClusterError, DistnbError, NoClusterError
 from distnb.process_log import open_log
+from distnb.topology import Device
 from distnb.wire.channel import CONTROL_NAME, PROGRAMS_NAME
 
 __all__ = ["Daemon", "DaemonOptions", "main"]
@@ -240,6 +243,9 @@ class Daemon:
             self._holder = client
             client.who = who
         _logger.info("%s has connected", who)
+        if self._facts is not None and self._cluster is not None:
+            hosts = {engine: self._cluster.host(engine) for engine in self._cluster.engines}
+            self._facts = dataclasses.replace(self._facts, hosts=hosts)
         return self._facts
 
     def _on_plan(self, client: _Client, number: int) -> DetachedCluster:
@@ -253,8 +259,7 @@ class Daemon:
         self._facts = DetachedCluster(
             name=self.entry.name,
             directory=self._directory,
-            devices=plan.devices,
-            hosts=plan.hosts,
+            hosts=dict(enumerate(plan.hosts)),
             notices=plan.notices,
             keys=self._keys,
             address=plan.address,
@@ -326,6 +331,18 @@ class Daemon:
     def _on_restart(self, client: _Client, number: int, engines: tuple[int, ...]) -> None:
         self._running().restart(engines, on_progress=client.progress(number))
 
+    def _on_place_further(
+        self, client: _Client, number: int, there: list[PlacedEngine], count: int
+    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
+        assert self._plan is not None
+        return place_further(self._plan, there, count, client.progress(number))
+
+    def _on_add(self, client: _Client, number: int, devices: dict[int, Device], hosts: dict[int, str]) -> None:
+        self._running().add(devices, hosts, on_progress=client.progress(number))
+
+    def _on_remove(self, client: _Client, number: int, engines: tuple[int, ...]) -> None:
+        self._running().remove(engines)
+
     def _on_notice_ends(self, client: _Client, number: int) -> None:
         self._running().notice_ends()
 
@@ -338,13 +355,14 @@ class Daemon:
     def _on_summary(self, client: _Client, number: int) -> ClusterSummary:
         engines = self._engines.values()
         holder = self._holder
-        hosts = self._facts.hosts if self._facts is not None else ()
+        cluster = self._cluster
+        hosts = {} if cluster is None else {host: None for engine in self._engines if (host := cluster.host(engine))}
         return ClusterSummary(
             name=self.entry.name,
             engines=len(engines),
             ended=sum(bool(process.ended) for process in engines),
             devices=", ".join(str(process.device) for process in engines),
-            hosts=", ".join(dict.fromkeys(hosts)),
+            hosts=", ".join(hosts),
             started=self._began,
             ends=self._ends,
             used_by="" if holder is None else holder.who,

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,9 @@ from distnb.cluster.detached.protocol import (
 )
 from distnb.cluster.lifecycle import EngineProcess, RunningCluster
 from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
+from distnb.cluster.remote.further_engines import PlacedEngine
 from distnb.errors import ClusterError, NoClusterError, OptionError, StartError
+from distnb.topology import Device
 
 __all__ = ["DaemonClient", "notebook_name", "start_daemon", "stop_detached", "summaries"]
 
@@ -66,6 +68,7 @@ class DaemonClient(RunningCluster):
         self.on_taken: Callable[[str], None] = lambda by: None
         self._facts: DetachedCluster | None = None
         self._engines: dict[int, EngineProcess] = {}
+        self._hosts: dict[int, str] = {}
         self._numbers = itertools.count(1)
         self._sending = threading.Lock()
         self._waiting: dict[int, _Pending] = {}
@@ -100,12 +103,13 @@ class DaemonClient(RunningCluster):
             ClusterError: Another notebook is connected.
         """
         self._facts = self._ask("connect", who, __version__, take)
+        self._hosts = dict(self._facts.hosts) if self._facts is not None else {}
         return self._facts
 
     def plan(self, on_progress: Callable[[str], None]) -> DetachedCluster:
         """Have the daemon choose the engines' devices. Return the facts about the cluster."""
         facts: DetachedCluster = self._ask("plan", on_progress=on_progress)
-        self._facts = facts
+        self._facts, self._hosts = facts, dict(facts.hosts)
         return facts
 
     @property
@@ -133,7 +137,7 @@ class DaemonClient(RunningCluster):
 
     def host(self, engine: int) -> str:
         """Return the name of an engine's machine, or "" for this one."""
-        return self.facts.hosts[engine] if self.facts.hosts else ""
+        return self._hosts.get(engine, "")
 
     def start(
         self,
@@ -149,6 +153,32 @@ class DaemonClient(RunningCluster):
     def restart(self, engines: Sequence[int], *, on_progress: Callable[[str], None] = lambda text: None) -> None:
         """Replace engines with new processes of the same ids and devices."""
         self._ask("restart", tuple(engines), on_progress=on_progress)
+
+    def place_further(
+        self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
+    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
+        """Return places for further engines, and notices for the user."""
+        found: tuple[list[PlacedEngine], tuple[str, ...]] = self._ask(
+            "place_further", list(there), count, on_progress=on_progress
+        )
+        return found
+
+    def add(
+        self,
+        devices: Mapping[int, Device],
+        hosts: Mapping[int, str],
+        *,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Start further engines."""
+        self._hosts.update(hosts)
+        self._ask("add", dict(devices), dict(hosts), on_progress=on_progress)
+
+    def remove(self, engines: Sequence[int]) -> None:
+        """End engines, and forget them."""
+        self._ask("remove", tuple(engines))
+        for engine in engines:
+            self._hosts.pop(engine, None)
 
     def notice_ends(self) -> None:
         """Wait until `engines` shows the ends of the engines that have ended already."""

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from distnb.cluster.connection import Keys
 from distnb.cluster.lifecycle import EngineProcess
-from distnb.topology import Device
 
 __all__ = [
     "SOCKET_NAME",
@@ -41,8 +40,7 @@ class DetachedCluster:
 
     Attributes:
         directory: The cluster's private directory on this machine.
-        devices: The device of each engine.
-        hosts: The machine of each engine; empty for this machine.
+        hosts: The machine of each engine, by engine; "" or missing for this machine.
         notices: The notices for the user before the start.
         keys: The cluster's keys. The notebook that connects is the channels' server.
         address: The address at which the notebook listens for engines on other machines.
@@ -55,8 +53,7 @@ class DetachedCluster:
 
     name: str
     directory: Path
-    devices: tuple[Device, ...]
-    hosts: tuple[str, ...]
+    hosts: Mapping[int, str]
     notices: tuple[str, ...]
     keys: Keys
     address: str

@@ -65,11 +65,12 @@ def this_machine() -> Capacity:
 
 
 def check_capacity(
-    engines: int, capacity: Capacity, where: str = "this machine", *, oversubscribe: bool
+    engines: int, capacity: Capacity, where: str = "this machine", *, oversubscribe: bool, running: int = 0
 ) -> tuple[str, ...]:
     """Return the notices about a cluster's size, or raise an error if the cluster would overload the machine.
 
-    With `oversubscribe`, the user accepts an overload, but the administrator's limit still applies.
+    With `oversubscribe`, the user accepts an overload, but the administrator's limit still applies. Of the engines,
+    `running` have their memory already.
 
     Raises:
         StartError: The cluster is too large. The message contains the figures.
@@ -90,9 +91,10 @@ def check_capacity(
             f"{engines} engines were asked for on a machine with {shared}. More than {_FEW} engines, and more than two "
             f"per core, slow down each other and all other programs. {cure}"
         )
-    if engines * ENGINE_NBYTES > capacity.memory_nbytes and not oversubscribe:
+    starting = engines - running
+    if starting * ENGINE_NBYTES > capacity.memory_nbytes and not oversubscribe:
         raise StartError(
-            f"{_count(engines, 'engine')} need {_mib(engines * ENGINE_NBYTES)} MiB of memory before any cell has run "
+            f"{_count(starting, 'engine')} need {_mib(starting * ENGINE_NBYTES)} MiB of memory before any cell has run "
             f"({_mib(ENGINE_NBYTES)} MiB each), but {_mib(capacity.memory_nbytes)} MiB are free on this machine. {cure}"
         )
     if engines <= capacity.cores:

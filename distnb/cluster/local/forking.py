@@ -47,7 +47,7 @@ class ThisMachine(Launcher):
     patience_s = 2.0
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        self._devices = tuple(devices)
+        self._devices = dict(enumerate(devices))
         self._for_chips: dict[str, str] | None = None
 
     def launch(
@@ -59,8 +59,9 @@ class ThisMachine(Launcher):
             StartError: The engines could not communicate with each other.
         """
         require_loopback()
+        devices = tuple(self._devices.values())
         if self._for_chips is None:
-            self._for_chips = tpu_chips.launch_environment(self._devices)
+            self._for_chips = tpu_chips.launch_environment(devices)
         shared = engines_environment(len(self._devices), processes.directory, agent=orders[0].agent)
         assignments = [
             {
@@ -68,7 +69,7 @@ class ThisMachine(Launcher):
                 "environment": {
                     ENGINE_VARIABLE: str(order.engine),
                     DEVICE_VARIABLE: str(order.device),
-                    **tpu_chips.chip_environment(order.device, self._devices, self._for_chips),
+                    **tpu_chips.chip_environment(order.device, devices, self._for_chips),
                 },
             }
             for order in orders
@@ -107,6 +108,14 @@ class ThisMachine(Launcher):
                 processes.signal([template], signal.SIGKILL)
 
         threading.Thread(target=adopt, name="distnb-forking", daemon=True).start()
+
+    def add(self, engine: int, device: Device, host: str) -> None:
+        """Add an engine on this machine."""
+        self._devices[engine] = device
+
+    def remove(self, engine: int) -> None:
+        """Remove an engine."""
+        del self._devices[engine]
 
 
 def _adopt(

@@ -66,6 +66,14 @@ class Launcher(ABC):
             OSError: A process cannot be started.
         """
 
+    @abstractmethod
+    def add(self, engine: int, device: Device, host: str) -> None:
+        """Add an engine that the next launch may start. `host` is the name of its machine, or "" for this one."""
+
+    @abstractmethod
+    def remove(self, engine: int) -> None:
+        """Remove an engine whose process has ended."""
+
     def releasing(self, pids: Sequence[int]) -> Callable[[], None] | None:
         """Return a function that requests the end of engines, or None if a signal to their processes suffices."""
         return None

@@ -40,6 +40,7 @@ from distnb.cluster.process_environment import PYTHON_MODULE, forwarded_environm
 from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
 from distnb.cluster.remote.node_agent import BEAT, KILLED, STATUS, Assignment
 from distnb.errors import StartError
+from distnb.topology import Device
 
 __all__ = ["NODE_AGENT", "Found", "Hosts", "Transport", "check_versions", "probe"]
 
@@ -64,6 +65,16 @@ class Transport(ABC):
         Raises:
             StartError: A machine is not available.
         """
+
+    def further_hosts(self, count: int) -> tuple[str, ...]:
+        """Return the names of new hosts, one for each of several further engines.
+
+        Return () if these engines run on the machines of the start.
+        """
+        return ()
+
+    def release(self, host: str) -> None:  # noqa: B027  (most transports reserve nothing for an engine)
+        """Release what was reserved on a host for its only engine, which has been removed."""
 
     def close(self) -> None:  # noqa: B027  (most transports have no resources)
         """Release the resources of the transport, after the engines have ended."""
@@ -112,7 +123,7 @@ class Hosts(Launcher):
     patience_s = 10.0
 
     def __init__(self, hosts: Sequence[str], connection: Connection, address: str, transport: Transport) -> None:
-        self._hosts = tuple(hosts)
+        self._hosts = dict(enumerate(hosts))
         # The notebook's pid is meaningless on other machines, and they cannot reach ipyparallel's controller.
         self._connection = dataclasses.replace(connection, notebook_pid=0, controller=False)
         self._address = address
@@ -132,8 +143,8 @@ class Hosts(Launcher):
 
     def _start_node_agent(self, order: EngineOrder, processes: Processes, ended: EngineEnded) -> int:
         host = self._hosts[order.engine]
-        machines = [*map(self._transport.machine, self._hosts)]
-        sharing = machines.count(machines[order.engine])
+        machines = [*map(self._transport.machine, self._hosts.values())]
+        sharing = machines.count(self._transport.machine(host))
         assignment = Assignment(
             connection=self._connection,
             notebook=self._address,
@@ -172,6 +183,14 @@ class Hosts(Launcher):
         _logger.info("node agent of engine %d on %s is connected to process %d", order.engine, host, process.pid)
         link.send(assignment.encode())
         return process.pid
+
+    def add(self, engine: int, device: Device, host: str) -> None:
+        """Add an engine on a machine."""
+        self._hosts[engine] = host
+
+    def remove(self, engine: int) -> None:
+        """Remove an engine, and release its host if the host was reserved for it."""
+        self._transport.release(self._hosts.pop(engine))
 
     def releasing(self, pids: Sequence[int]) -> Callable[[], None] | None:
         """Return a function that asks the node agents to end their engines."""

@@ -85,7 +85,7 @@ class HostOptions:
     def transport(self) -> Transport:
         """Return the transport to the machines."""
         if self.ray is not None:
-            return RayNodes(self.hosts, self.ray)
+            return RayNodes(self.ray)
         if self.ipyparallel is not None:
             return IPythonParallel(self.hosts, self.ipyparallel)
         if self.secret is None:
@@ -422,6 +422,8 @@ class HostPlan:
         notices: The notices for the user before the start.
         tasks: The task of each engine; empty if all engines are alike.
         packages: The versions of the packages on each machine.
+        options: The options of the start.
+        machines: The options for other machines, or None.
     """
 
     devices: tuple[Device, ...]
@@ -431,6 +433,8 @@ class HostPlan:
     notices: tuple[str, ...] = ()
     tasks: tuple[Task, ...] = ()
     packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    options: StartOptions = field(default_factory=StartOptions)
+    machines: HostOptions | None = None
 
     def launcher(self, connection: Connection) -> Launcher:
         """Return the launcher of a cluster with this connection."""
@@ -457,10 +461,10 @@ def make_plan(
         here = plan_devices(len(workers) if tasks else options.n, devices, oversubscribe=oversubscribe)
         here += (_SERVERS_DEVICE,) * (len(tasks) - len(workers))
         crowded = check_capacity(len(here), this_machine(), oversubscribe=oversubscribe)
-        return HostPlan(devices=here, notices=crowded, tasks=tasks)
+        return HostPlan(devices=here, notices=crowded, tasks=tasks, options=options)
     transport = machines.transport()
     try:
-        return _plan(options, machines, transport, on_progress)
+        return replace(_plan(options, machines, transport, on_progress), options=options, machines=machines)
     except BaseException:
         transport.close()
         raise

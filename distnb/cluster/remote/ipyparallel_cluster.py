@@ -15,6 +15,7 @@ the next start of its engine.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import socket
@@ -140,6 +141,17 @@ class IPythonParallel(Transport):
                 requests = EngineRequests(client, on_progress)
                 chosen = self._choose(without, requests)
                 self._start_servers(chosen, requests)
+
+    def further_hosts(self, count: int) -> tuple[str, ...]:
+        """Return names for further ipyparallel engines, which `prepare` chooses."""
+        unused = (name for number in itertools.count() if (name := f"ipyparallel-{number}") not in self._planned)
+        return tuple(itertools.islice(unused, count))
+
+    def release(self, host: str) -> None:
+        """Forget the server of a host, whose ipyparallel engine is then free. The server stays until the end."""
+        with self._lock:
+            self._servers.pop(host, None)
+            self._planned.pop(host, None)
 
     # -- the choice of ipyparallel engines ---------------------------------------------------------------------------
 

@@ -88,48 +88,69 @@ class EngineHost:
 
 
 class RayNodes(Transport):
-    """The bundles of one placement group, reserved by the first `prepare`. A host is "ray-" and a bundle's number."""
+    """The bundles of a cluster, reserved by the first `prepare` of each. A host is "ray-" and a bundle's number.
+
+    The bundles of the start are one placement group, and so are those of each time that the cluster grows. Ray can only
+    free a whole group, after all of its engines have been removed.
+    """
 
     patience_s = 60.0
 
-    def __init__(self, hosts: Sequence[str], options: RayOptions) -> None:
-        self._hosts = tuple(hosts)
+    def __init__(self, options: RayOptions) -> None:
         self._options = options
         self._secret = secrets.token_urlsafe(48)
         self._directory = RunDirectory()
         self._secret_file = _write_secret(self._directory.path, self._secret)
         self._lock = threading.Lock()
-        self._group: Any = None
+        self._groups: list[tuple[Any, set[str]]] = []  # each with the hosts that are in use
         self._actors: dict[str, Any] = {}
         self._addresses: dict[str, str] = {}
 
     def prepare(self, hosts: Sequence[str], on_progress: Callable[[str], None]) -> None:
-        """Reserve the placement group unless that is done, and request the addresses of these hosts.
+        """Reserve the hosts that are not reserved yet, and request the addresses of these hosts.
 
         Raises:
             StartError: Ray has no resources for a bundle.
         """
         with self._lock:
             _connect(self._options.address)
-            if self._group is None:
-                self._reserve(on_progress)
+            if new := [host for host in hosts if host not in self._actors]:
+                self._reserve(new, on_progress)
             self._addresses |= self._current_addresses(hosts, on_progress)
 
-    def _reserve(self, on_progress: Callable[[str], None]) -> None:
+    def further_hosts(self, count: int) -> tuple[str, ...]:
+        """Return the names of further bundles."""
+        first = 1 + max((int(host.removeprefix("ray-")) for host in self._actors), default=-1)
+        return tuple(f"ray-{number}" for number in range(first, first + count))
+
+    def release(self, host: str) -> None:
+        """End the actor of a host, and free its placement group if no other host of the group is in use."""
+        with self._lock:
+            ray, actor = _ray(), self._actors.pop(host, None)
+            if actor is None or not ray.is_initialized():
+                return
+            ray.kill(actor)
+            for group, hosts in list(self._groups):
+                hosts.discard(host)
+                if not hosts:
+                    ray.util.remove_placement_group(group)
+                    self._groups.remove((group, hosts))
+
+    def _reserve(self, hosts: Sequence[str], on_progress: Callable[[str], None]) -> None:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         ray = _ray()
         bundle = _bundle(self._options)
-        group = placement_group([bundle] * len(self._hosts), strategy="SPREAD" if self._options.spread else "PACK")
+        group = placement_group([bundle] * len(hosts), strategy="SPREAD" if self._options.spread else "PACK")
         try:
-            self._await_resources(group, bundle, on_progress)
+            self._await_resources(group, len(hosts), bundle, on_progress)
         except BaseException:
             ray.util.remove_placement_group(group)
             raise
-        self._group = group
+        self._groups.append((group, set(hosts)))
         actor = ray.remote(EngineHost)
-        for number, host in enumerate(self._hosts):
+        for number, host in enumerate(hosts):
             self._actors[host] = actor.options(
                 num_cpus=bundle["CPU"],
                 num_gpus=bundle.get("GPU", 0),
@@ -138,20 +159,22 @@ class RayNodes(Transport):
                 runtime_env={"env_vars": import_environment()},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
             ).remote(self._secret)
-        _logger.info("Ray has reserved %d bundles of %s", len(self._hosts), bundle)
+        _logger.info("Ray has reserved %d bundles of %s", len(hosts), bundle)
 
-    def _await_resources(self, group: Any, bundle: Mapping[str, float], on_progress: Callable[[str], None]) -> None:
+    def _await_resources(
+        self, group: Any, count: int, bundle: Mapping[str, float], on_progress: Callable[[str], None]
+    ) -> None:
         patience_s = max(_RESERVE_S, self._options.wait_s)
         begin = time.monotonic()
         while not group.wait(timeout_seconds=_POLL_S):
             waited_s = time.monotonic() - begin
             if waited_s > patience_s:
                 raise StartError(
-                    f"Ray did not reserve {len(self._hosts)} × {_words(bundle)} within {patience_s:.0f} s. "
+                    f"Ray did not reserve {count} × {_words(bundle)} within {patience_s:.0f} s. "
                     f"{_figures()} Start fewer engines, request less for each (--cpus-per-engine, --gpus-per-engine), "
                     "or wait for an autoscaler (--wait 300)."
                 )
-            on_progress(f"waiting for Ray: {len(self._hosts)} × {_words(bundle)}, {waited_s:.0f} s")
+            on_progress(f"waiting for Ray: {count} × {_words(bundle)}, {waited_s:.0f} s")
 
     def _current_addresses(self, hosts: Sequence[str], on_progress: Callable[[str], None]) -> dict[str, str]:
         ray = _ray()
@@ -198,11 +221,12 @@ class RayNodes(Transport):
         )
 
     def close(self) -> None:
-        """Release the placement group, which ends the actors and their engines."""
+        """Release the placement groups, which ends the actors and their engines."""
         with self._lock:
-            group, self._group = self._group, None
-            if group is not None and _ray().is_initialized():
-                _ray().util.remove_placement_group(group)
+            groups, self._groups = self._groups, []
+            for group, _ in groups:
+                if _ray().is_initialized():
+                    _ray().util.remove_placement_group(group)
             self._directory.remove()
 
 

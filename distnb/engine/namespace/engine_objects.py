@@ -141,6 +141,7 @@ class EngineObjects:
         replica: This engine's replica number.
         tracker: The notebook's objects.
         owned: Objects behind handles, by id.
+        take_over: Adds the parts of replicas that leave to this replica's, when the team is renamed.
         plain: Immutable values and engine objects, by the names that the notebook binds to them.
     """
 
@@ -151,6 +152,7 @@ class EngineObjects:
         self.tracker = Tracker(Side(user_ns=user_ns, references=self.references, classes=classes), place)
         self.owned: dict[ObjectId, Any] = {}
         self.plain: dict[str, Any] = {}
+        self.take_over: Callable[[], None] | None = None
         self._ids: dict[int, list[ObjectId]] = {}  # each object's ids in the order in which it got them, by `id()`
         self._containers: set[int] = set()  # the plain containers among them, by `id()`
 
@@ -260,12 +262,35 @@ class ObjectsOfTeams:
 
         self._classes.new_id = new_id
 
-    def rename(self, old: TeamKey, new: TeamKey) -> None:
-        """Change the key of a team that continues with fewer or more engines."""
+    def rename(self, old: TeamKey, new: TeamKey | None, takes_over: bool = False) -> None:
+        """Change the key of a team that continues with fewer or more engines, or drop the team (None).
+
+        With `takes_over`, the parts of replicas that leave are added to those that stay, as prepared before.
+        """
         objects = self._teams.pop(old, None)
-        if objects is not None:
-            objects.key = new
-            self._teams[new] = objects
+        if objects is None or new is None:
+            return
+        take_over, objects.take_over = objects.take_over, None
+        if takes_over and take_over is not None:
+            take_over()
+        engine = old[0][objects.replica]
+        if engine in new[0]:
+            objects.replica = new[0].index(engine)
+            for obj in objects.owned.values():
+                _renumber(obj, objects.replica, len(new[0]))
+        objects.key = new
+        self._teams[new] = objects
 
     def __len__(self) -> int:
         return sum(len(objects.owned) for objects in self._teams.values())
+
+
+def _renumber(obj: Any, replica: int, replicas: int) -> None:
+    """Renumber the distributed values in an object that hold this replica's component.
+
+    A slice of a batch is left out, because its other slices were dealt to the former replicas.
+    """
+    for leaf in structure.flatten(obj)[0]:
+        if isinstance(leaf, DistributedValues) and len(leaf.values) == 1 and leaf.global_batch_size is None:
+            leaf._components = {replica: leaf.values[0]}
+            leaf._num_replicas, leaf._kinds = replicas, None

@@ -8,28 +8,31 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from distnb.engine.namespace.copied_objects import origin_of
+from distnb.engine.namespace.copied_objects import common_parts, origin_of
 from distnb.engine.namespace.descriptions import own_part, summarise
 from distnb.engine.namespace.engine_namespace import EngineNamespace
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects
+from distnb.engine.threads import share_cores
 from distnb.errors import NamespaceError, StaleHandleError
-from distnb.input.dataset import DistributedDataset, DistributedIterator
+from distnb.input.dataset import DistributedDataset, DistributedIterator, sent_to_new_replicas
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
+from distnb.runtime import randomness, spmd
 from distnb.runtime.consistency import sync_check
 from distnb.runtime.inspection.holdings import holdings_of
 from distnb.runtime.inspection.inspecting import inspect
-from distnb.runtime.scopes.mirrored_objects import is_mirrored, read_together
+from distnb.runtime.scopes.mirrored_objects import read_together
+from distnb.runtime.scopes.replica_parts import hand_over, is_part
 from distnb.runtime.this_process import this_process
 from distnb.values import DistributedValues
-from distnb.wire.exchange import Described, Leaf, Request, Summary, follow
+from distnb.wire.exchange import Described, Leaf, Request, Settlement, Summary, follow
 from distnb.wire.messages import Apply, ObjectId
 from distnb.wire.value_facts import Inspected
 
 __all__ = ["QUIET", "carry_out"]
 
 QUIET = frozenset(
-    {"copies", "export", "fetch", "holdings", "import", "inspect", "nbytes", "rename", "summary", "writes"}
+    {"copies", "export", "fetch", "holdings", "import", "inspect", "nbytes", "rename", "summary", "threads", "writes"}
 )
 """The operations that run no user code that could communicate."""
 
@@ -46,6 +49,11 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     if message.operation == "rename":
         namespace.teams.rename(*message.payload)
         return None
+    if message.operation == "threads":
+        share_cores(message.payload)
+        return None
+    if message.operation == "settle":
+        return _settle(namespace, message.payload)
     if message.operation == "writes":
         return this_process.replica.writes() if this_process.replica is not None else {}
     request: Request = message.payload
@@ -55,6 +63,8 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     spectator = request.answers is not None and replica not in request.answers
     if spectator or message.operation in _TRANSFERS:
         namespace.open(snapshot, replica)
+        if spectator and message.operation == "import":
+            _deal_again(objects)
         return None if spectator else _TRANSFERS[message.operation](namespace, objects, request)
     args, kwargs = namespace.open_call(snapshot, replica)
     if message.operation in _PLACES:
@@ -159,37 +169,81 @@ def _copies(namespace: EngineNamespace, objects: EngineObjects, request: Request
     return namespace.teams.copies().pack_loose(values, apart=True)
 
 
-# Objects whose pickles another process cannot open, since they need a process group or the memory of this process.
-_STAYS = (DistributedDataParallel, DistributedDataset, DistributedIterator)
-
-
 def _export(
     namespace: EngineNamespace, objects: EngineObjects, request: Request
-) -> tuple[Packed, tuple[ObjectId, ...]]:
-    """Pack the mirrored objects that can be copied, for the replacement of a lost engine."""
-    wanted = {identity: objects.owned.get(identity, NOT_THERE) for identity in request.targets}
-    wanted.update({identity: obj for identity, obj in objects.owned.items() if is_mirrored(obj)})
-    ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(namespace, obj)}
-    owned = {identity: (obj, origin_of(obj)) for identity, obj in ready.items()}
-    return namespace.teams.copies().pack_loose({"": owned}), tuple(ready)
+) -> tuple[Packed, tuple[ObjectId, ...], bytes]:
+    """Pack what the replicas have in common, for new engines: objects with their ids, and random states.
+
+    The objects are those of mirrored handles, and those that hold mirrored objects or datasets. An object that cannot
+    be packed becomes a placeholder.
+    """
+    parts = {
+        identity: list(common_parts(obj))
+        for identity, obj in objects.owned.items()
+        if identity not in request.left_out and not isinstance(obj, DistributedDataParallel)
+    }
+    wanted = [identity for identity, within in parts.items() if within or identity in request.targets]
+    values = {
+        str(place): (objects.owned[identity], [(part, origin_of(part)) for _, part in parts[identity]])
+        for place, identity in enumerate(wanted)
+    }
+    with sent_to_new_replicas():
+        pack = namespace.teams.copies().pack_loose(values, apart=True)
+    return pack, tuple(wanted), randomness.captured()
 
 
-def _packable(namespace: EngineNamespace, obj: Any) -> bool:
-    """Return whether a copy of an object can be packed and opened. One that cannot would spoil the common pack."""
-    if isinstance(obj, _STAYS):
-        return False
-    copies = namespace.teams.copies()
-    try:
-        return type(copies.open_loose(copies.pack_loose({"": obj}))[""]) is not Placeholder
-    except Exception:  # whatever pickling or unpickling raises  # noqa: BLE001
-        return False
+def _deal_again(objects: EngineObjects) -> None:
+    """Deal distributed datasets again when they are next read, together with replicas that have just been added."""
+    for obj in objects.owned.values():
+        for _, part in common_parts(obj):
+            if isinstance(part, DistributedDataset | DistributedIterator):
+                part.deal_again()
 
 
-def _import(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> None:
+def _settle(namespace: EngineNamespace, settlement: Settlement) -> tuple[ObjectId, ...]:
+    """Prepare for another number of replicas, and return the ids of the objects that the replicas have in common.
+
+    Register what scopes have made, and hand over the parts of common values. They are taken over when the group is
+    renamed, since the change may still be given up. All replicas call this.
+    """
+    process = this_process.replica
+    assert process is not None, "an engine runs this as a replica"
+    process.take_made(settlement.strategies)
+    objects = namespace.teams.of(settlement.team)
+    common: list[ObjectId] = []
+    parts: dict[str, Any] = {}
+    known: set[int] = set()
+    for identity in sorted(objects.owned):
+        within = list(common_parts(objects.owned[identity], with_archived=True))
+        common += [identity] if within else []
+        for path, part in within:
+            if is_part(part) and id(part) not in known:
+                known.add(id(part))
+                parts[f"{identity}{path}"] = part
+    objects.take_over = hand_over(process.group, parts, settlement.leaving)
+    return tuple(common)
+
+
+def _import(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> ObjectId | None:
+    """Keep the objects in another replica's pack.
+
+    Return None; or, if one of the objects cannot be opened here, its id. Then none of them is kept, because others may
+    share objects with it.
+    """
     assert request.pack is not None
-    for identity, (obj, origin) in objects.tracker.open_loose(request.pack)[""].items():
+    opened = [*objects.tracker.open_loose(request.pack).values()]
+    for identity, value in zip(request.targets, opened, strict=True):
+        if type(value) is Placeholder or type(value[0]) is Placeholder:
+            return identity
+    spmd.register_random(request.random)
+    registered: set[int] = set()
+    for identity, (obj, parts) in zip(request.targets, opened, strict=True):
         objects.own(identity, obj)
-        namespace.adopt(obj, origin)
+        for part, origin in parts:
+            if id(part) not in registered:
+                registered.add(id(part))
+                namespace.adopt(part, origin)
+    return None
 
 
 _TRANSFERS: dict[str, Callable[[EngineNamespace, EngineObjects, Request], Any]] = {

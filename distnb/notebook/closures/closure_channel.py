@@ -74,10 +74,7 @@ class ClosureChannel(SessionPart):
         super().__init__(engines, ask, front, open_error)
         self._tasks = engines.tasks or {engine: Task(WORKER, engine) for engine in engines.ids}
         self._engines_of: dict[int, tuple[int, ...]] = {}  # by worker, in replica order
-        for engine, task in sorted(self._tasks.items()):
-            if task.job == WORKER:
-                self._engines_of[task.index] = (*self._engines_of.get(task.index, ()), engine)
-        self.workers = tuple(sorted(self._engines_of))
+        self.workers = self._note_workers()
         self.replicas_per_worker = len(self._engines_of[self.workers[0]])
         self.num_servers = sum(task.job == PS for task in self._tasks.values())
         self.closed = False
@@ -96,10 +93,20 @@ class ClosureChannel(SessionPart):
         self._thread = threading.Thread(target=self._serve, name="distnb-closures", daemon=True)
         self._thread.start()
 
+    def _note_workers(self) -> tuple[int, ...]:
+        """Note the engines of each worker that the cluster has, and return the workers."""
+        found: dict[int, tuple[int, ...]] = {}
+        for engine, task in sorted(self._tasks.items()):
+            if task.job == WORKER:
+                found[task.index] = (*found.get(task.index, ()), engine)
+        self._engines_of = found
+        return tuple(sorted(found))
+
     # -- the assignment of tasks -----------------------------------------------------------------------------------
 
     def enlist(self, engines: Iterable[int]) -> None:
         """Send tasks to engines that have just started. The caller holds the session's turn."""
+        self.workers = self._note_workers()
         engines = [engine for engine in engines if engine in self._tasks]
         servers = [engine for engine in engines if self._tasks[engine].job == PS]
         # All replicas of a worker start over together, because the new one lacks the state of the others.
@@ -159,10 +166,15 @@ class ClosureChannel(SessionPart):
                 )
             time.sleep(0.001)
 
-    def leave(self, engines: Iterable[int]) -> None:
-        """Release engines that are about to be replaced."""
+    def leave(self, engines: Iterable[int], how: str) -> None:
+        """Release engines that are about to be replaced or removed. Other workers run their closures."""
         for engine in engines:
-            self._run(partial(self._lose, engine, "was ended by a restart"))
+            if engine in self._tasks:
+                self._run(partial(self._lose, engine, how))
+
+    def forget(self, engines: Iterable[int]) -> None:
+        """Forget workers that were removed."""
+        self.workers = self._note_workers()
 
     # -- ClusterLink -----------------------------------------------------------------------------------------------
 
@@ -338,6 +350,8 @@ class ClosureChannel(SessionPart):
             listener(event)
 
     def _handle(self, engine: int, message: Any) -> None:
+        if engine not in self._tasks:
+            return  # it was removed
         worker = self._tasks[engine].index
         if isinstance(message, Hello):
             _logger.info("engine %d of worker %d has connected: process %d", engine, worker, message.pid)
@@ -429,7 +443,7 @@ class ClosureChannel(SessionPart):
             self._lose(event.engine, event.exit_status)
 
     def _report_reclaimed(self, event: ProgramReclaimed) -> None:
-        if self._under_way.pop(event.program, None) is not None:
+        if self._under_way.pop(event.program, None) is not None and event.engine in self._tasks:
             self._supervisor.replied(event.engine, event.program)
             self._report(ClosureReclaimed(self._tasks[event.engine].index, event.program))
 

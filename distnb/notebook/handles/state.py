@@ -137,7 +137,8 @@ class RemoteState:
             )
         where = "the engines were" if self.tracked.ended else f"the engine of replica {min(lost)} was"
         raise StaleHandleError(
-            f"{what} ({self.type_name}) is gone: {where} restarted, stopped or left after it was created. {cure}"
+            f"{what} ({self.type_name}) is gone: {where} restarted, removed, stopped or left after it was created. "
+            f"{cure}"
         )
 
     def move(self, before: Sequence[int], now: Sequence[int]) -> None:
@@ -157,12 +158,21 @@ class RemoteState:
             self.facts.update({replica: self.facts[survivor] for replica in replicas if replica not in self.local})
         self.gone.difference_update(self.tracked.key[0][replica] for replica in replicas)
 
+    def forget(self, engines: Iterable[int]) -> None:
+        """Forget engines that the cluster no longer has. Another engine of the same number has nothing of theirs."""
+        self.gone.difference_update(engines)
+        for engine in engines:
+            self.apart.pop(engine, None)
+        if not (self.facts or self.local or self.apart):
+            self.gone.update(self.tracked.key[0])
+
     def check_assigned(self, replica: int) -> None:
         """Raise UnassignedError if a replica never assigned the name."""
         if replica not in self.facts and replica not in self.local:
+            what = f"name {self.name!r}" if self.name else "this value"
             raise UnassignedError(
-                f"name {self.name!r} is not defined on replica {replica}: only replicas "
-                f"{sorted(self.facts)} assigned it."
+                f"{what} is not defined on replica {replica}: only replicas {sorted({*self.facts, *self.local})} "
+                "assigned it."
             )
 
 

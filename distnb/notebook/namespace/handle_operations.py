@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from distnb.errors import DistributedValueError, ReplicaStuck
+from distnb.errors import DistributedValueError, EngineDied, ReplicaStuck
 from distnb.notebook.handles.handle import HANDLES, RemoteMethod, RemoteState, state_of_handle
 from distnb.notebook.handles.pending import resolve
 from distnb.notebook.namespace.tracked_objects import TrackedObjects
 from distnb.objects.packing import Packed
+from distnb.options import StrategySpec
 from distnb.values import DistributedValues, structure
-from distnb.wire.exchange import Request, Result, Summary, TeamKey, name_of_given
+from distnb.wire.exchange import Request, Result, Settlement, Summary, TeamKey, name_of_given
 from distnb.wire.messages import ObjectId
 from distnb.wire.value_facts import Holding, Inspected
 
@@ -150,9 +152,41 @@ class HandleOperations:
         answers = self._perform(tracked.key[0], operation, target, request, give_up)
         return {tracked.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
 
-    def rename(self, engines: tuple[int, ...], old: TeamKey, new: TeamKey) -> None:
-        """Notify engines that a team has another key, since it has become smaller or larger."""
-        self._perform(engines, "rename", (0, ""), (old, new))
+    def rename(self, engines: Iterable[int], old: TeamKey, new: TeamKey | None, *, takes_over: bool = False) -> None:
+        """Notify engines that a team has another key, since it has become smaller or larger; None: it is dropped.
+
+        Each engine is notified by a program of its own, so that the end of one engine does not keep it from the others.
+        With `takes_over`, they add the parts of replicas that leave to their own (see `settle`).
+        """
+        interrupted = None
+        for engine in engines:
+            try:
+                self._perform((engine,), "rename", (0, ""), (old, new, takes_over))
+            except EngineDied:
+                continue
+            except (
+                KeyboardInterrupt
+            ) as interrupt:  # it arrived afterwards, because this operation cannot be interrupted
+                interrupted = interrupt
+        if interrupted is not None:
+            raise interrupted
+
+    def share_cores(self, engines: Mapping[int, int]) -> None:
+        """Notify engines of the number of engines on their machine."""
+        for engine, sharing in engines.items():
+            with contextlib.suppress(EngineDied):
+                self._perform((engine,), "threads", (0, ""), sharing)
+
+    def settle(
+        self, tracked: TrackedObjects, leaving: Sequence[int], strategies: Sequence[StrategySpec]
+    ) -> frozenset[ObjectId]:
+        """Prepare a team for replicas that leave it, or for new ones. A `rename` with `takes_over` follows.
+
+        Return the ids of the objects that the replicas have in common.
+        """
+        self.before()
+        settlement = Settlement(team=tracked.key, leaving=tuple(leaving), strategies=tuple(strategies))
+        return frozenset(next(iter(self._perform(tracked.key[0], "settle", (0, ""), settlement).values())))
 
     def name_of(self, state: RemoteState) -> str:
         """Return a name of the notebook that is bound to a handle of this state; "" if there is none."""
@@ -279,23 +313,28 @@ class HandleOperations:
         packs = self._fetch(tracked, "copies", (replica,), tuple(state.identity for state in states))
         return list(tracked.tracker.open_loose(packs[replica]).values())
 
-    # -- a lost engine -----------------------------------------------------------------------------------------------
+    # -- new engines -------------------------------------------------------------------------------------------------
 
     def restore(
-        self, tracked: TrackedObjects, survivor: int, lost: Sequence[int], mirrored: tuple[ObjectId, ...]
+        self, tracked: TrackedObjects, survivor: int, new: Sequence[int], mirrored: tuple[ObjectId, ...]
     ) -> set[ObjectId]:
-        """Copy the notebook's objects and mirrored objects from a survivor to the replacements of lost engines.
+        """Copy the notebook's objects, and objects that the replicas have in common, from a survivor to new replicas.
 
         Return the ids of the copied objects.
         """
         self.before()
-        snapshot = self._namespace.call_snapshot(tracked, None)
-        pack, restored = self._transfer(
-            tracked, "export", (0, ""), Request(snapshot=snapshot, answers=(survivor,), targets=mirrored)
-        )[survivor]
-        snapshot = self._namespace.call_snapshot(tracked, None)
-        self._transfer(tracked, "import", (0, ""), Request(snapshot=snapshot, answers=tuple(lost), pack=pack))
-        return set(restored)
+        left_out: tuple[ObjectId, ...] = ()
+        while True:
+            snapshot = self._namespace.call_snapshot(tracked, None)
+            request = Request(snapshot=snapshot, answers=(survivor,), targets=mirrored, left_out=left_out)
+            pack, exported, random = self._transfer(tracked, "export", (0, ""), request)[survivor]
+            snapshot = self._namespace.call_snapshot(tracked, None)
+            request = Request(snapshot=snapshot, answers=tuple(new), targets=exported, pack=pack, random=random)
+            answers = self._transfer(tracked, "import", (0, ""), request).values()
+            unopened = {each for each in answers if each is not None}
+            if not unopened:
+                return set(exported)
+            left_out += tuple(unopened)
 
 
 def _no_object(state: RemoteState) -> str:

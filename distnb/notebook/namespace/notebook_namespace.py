@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from distnb.errors import NamespaceError
@@ -20,7 +21,7 @@ from distnb.notebook.namespace.module_watch import ModuleWatch
 from distnb.notebook.namespace.needs import Needs
 from distnb.notebook.namespace.results import Results
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
-from distnb.notebook.namespace.tracked_teams import TrackedTeams
+from distnb.notebook.namespace.tracked_teams import Grown, TrackedTeams
 from distnb.notebook.namespace.user_names import user_names
 from distnb.notebook.output.wording import cell_name
 from distnb.objects.code.definitions import Classes, is_code, is_simple
@@ -29,7 +30,7 @@ from distnb.objects.modes.environment import capture_environment
 from distnb.objects.modules.local_modules import ModuleFile
 from distnb.objects.packing import Packed
 from distnb.objects.plain import is_plain
-from distnb.options import DATA_LIMIT_NBYTES
+from distnb.options import DATA_LIMIT_NBYTES, StrategySpec
 from distnb.runtime.this_process import this_process
 from distnb.topology import Team
 from distnb.values import DistributedValues
@@ -190,9 +191,39 @@ class NotebookNamespace:
         """Note that an engine's process has ended, from any thread. Later programs use the other engines' objects."""
         self._teams.engine_died(engine)
 
-    def engines_replaced(self, engines: Iterable[int], survivors: Iterable[int]) -> None:
-        """Note that new processes have replaced some engines and are ready. The `survivors` kept their processes."""
-        self._teams.engines_replaced(engines, survivors)
+    def engines_replaced(
+        self, engines: Iterable[int], survivors: Iterable[int], grown: Grown = MappingProxyType({})
+    ) -> None:
+        """Note that some engines have new processes, which are ready. The `survivors` kept their processes.
+
+        `grown` has the engines of each team that gains further ones, by its engines so far.
+        """
+        unlike = self._teams.engines_replaced(engines, survivors, grown)
+        if unlike:
+            self._announce(
+                f"distnb: {self._teams.names(unlike)} cannot be copied to the new replicas, and exist on the earlier "
+                "ones only."
+            )
+
+    def check_change(self, leaving: Collection[int], grown: Grown) -> None:
+        """Check that a change of the cluster's engines keeps objects of different strategies apart.
+
+        Raises:
+            OptionError: It would not.
+        """
+        self._teams.check_change(leaving, grown)
+
+    def settle(
+        self, leaving: Collection[int], grown: Grown, strategies: Mapping[tuple[int, ...], Sequence[StrategySpec]]
+    ) -> None:
+        """Prepare objects for a change of the engines, which may still be given up. See `TrackedTeams.settle`."""
+        self._teams.settle(leaving, grown, strategies)
+
+    def engines_removed(self, engines: Collection[int], *, settled: bool = True) -> None:
+        """Note that engines leave the cluster, after `settle`. They are still there, unless they have died."""
+        if lost := self._teams.engines_removed(engines, settled=settled):
+            numbers = ", ".join(map(str, sorted(engines)))
+            self._announce(f"distnb: with engine{'s' * (len(engines) > 1)} {numbers}, components of {lost} are lost.")
 
     def close(self) -> None:
         """Make every handle stale when the cluster ends."""

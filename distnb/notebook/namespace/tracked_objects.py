@@ -92,6 +92,7 @@ class TrackedObjects:
         environment: The engines' environment; None if it is unknown.
         modes_set_by: The serial of the snapshot whose program changed a mode last, by mode.
         ended: Whether the engines were restarted, stopped or left to another notebook.
+        common: The ids of objects that the replicas have in common, as of the latest change of the engines.
         sources: The hashes of the texts that the engines have, by file name.
         modules: The state of the notebook's modules that the engines know.
         module_files: The digests of the files of local modules that the engines have.
@@ -108,6 +109,7 @@ class TrackedObjects:
         self.environment: Environment | None = None
         self.modes_set_by: dict[str, int] = {}
         self.ended = False
+        self.common: frozenset[ObjectId] = frozenset()
         self.sources: dict[str, int] = {}
         self.modules: dict[str, Reloads] = {}
         self.module_files: Mapping[str, bytes] = {}

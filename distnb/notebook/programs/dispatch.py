@@ -58,7 +58,9 @@ class Dispatch:
         self.latest = next(self._numbers)
         return self.latest
 
-    def post(self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True) -> Outcome:
+    def post(
+        self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True, unstoppable: bool = False
+    ) -> Outcome:
         """Send a program to its engines. `wait` waits for its end.
 
         Call this within `interrupts`: if an interrupt stopped the sending half-way, the engines with the message would
@@ -70,7 +72,7 @@ class Dispatch:
         self.require_ready(engines)
         if _logger.isEnabledFor(logging.DEBUG):
             _logger.debug("program %d, a %s, is sent to engines %s", program, type(message).__name__, engines)
-        outcome = self._pending[program] = Outcome(program, engines, quiet=quiet)
+        outcome = self._pending[program] = Outcome(program, engines, quiet=quiet, unstoppable=unstoppable)
         self._supervisor.program_began(program, engines)
         self._handle_losses()
         for engine, status in outcome.died.items():  # the supervisor relies on this for engines that died earlier
@@ -96,10 +98,11 @@ class Dispatch:
     def wait(self, outcome: Outcome) -> None:
         """Wait for a program's end on each of its engines.
 
-        Call this within `interrupts`: an interrupt ends the program, and the outcome records that.
+        Call this within `interrupts`: an interrupt ends the program, unless it is unstoppable, and the outcome records
+        that.
         """
         while True:
-            if self.interrupts.take():
+            if not outcome.unstoppable and self.interrupts.take():
                 self.interrupt()
             if outcome.complete:
                 break
@@ -113,7 +116,11 @@ class Dispatch:
     def interrupt(self) -> bool:
         """End the programs that are under way, from any thread. Return False if there are none."""
         # The latest first: an engine that has ended one program must not begin the next, which will also be ended.
-        pending = [outcome for outcome in reversed(list(self._pending.values())) if not outcome.interrupted]
+        pending = [
+            outcome
+            for outcome in reversed(list(self._pending.values()))
+            if not (outcome.interrupted or outcome.unstoppable)
+        ]
         self.prompts.end([outcome.program for outcome in pending])
         for outcome in pending:
             outcome.interrupted = True
@@ -172,7 +179,7 @@ class Dispatch:
                 missing -= self._connected.keys()
 
     def engine_replaced(self, engine: int) -> None:
-        """Note that a new process has replaced this engine's."""
+        """Note that a new process has replaced this engine's, or that the cluster has this engine no longer."""
         self._handle_losses()  # if no program waited for the old process, its end may not have been read yet
         self._dead.pop(engine, None)
 

@@ -28,10 +28,19 @@ class Outcome:
         died: The exit status of each engine that died before it replied.
         stuck: The engines that did not follow the order to end. Their replies may still arrive.
         quiet: Whether an engine that succeeds reports that by its reply alone, without an event.
+        unstoppable: Whether the user cannot end the program, which is short.
         interrupted: Whether the user ended the program.
     """
 
-    def __init__(self, program: int, engines: tuple[int, ...], *, team: Team | None = None, quiet: bool = True) -> None:
+    def __init__(
+        self,
+        program: int,
+        engines: tuple[int, ...],
+        *,
+        team: Team | None = None,
+        quiet: bool = True,
+        unstoppable: bool = False,
+    ) -> None:
         self.program = program
         self.engines = engines
         self.team = team
@@ -39,6 +48,7 @@ class Outcome:
         self.died: dict[int, str] = {}
         self.stuck: set[int] = set()
         self.quiet = quiet
+        self.unstoppable = unstoppable
         self.interrupted = self._failed = self._given_up = False
         self._missing = set(engines)
 

@@ -24,6 +24,8 @@ from distnb.compat import patches, torchmetrics_internals
 from distnb.compat.torchmetrics_internals import default_states, updates
 from distnb.errors import ContextError
 from distnb.runtime import contexts
+from distnb.runtime.scopes import inherited_counts
+from distnb.runtime.scopes.inherited_counts import Counts
 from distnb.runtime.scopes.metric_names import add_names
 from distnb.runtime.servers.here import servers_here
 from distnb.runtime.this_process import this_process
@@ -35,6 +37,7 @@ __all__ = [
     "bind",
     "bind_all",
     "combined",
+    "counts_of",
     "install",
     "is_installed",
     "is_shared",
@@ -80,13 +83,14 @@ def _init(plain: Callable[..., None], metric: Any, *args: Any, name: str | None 
 
 def _call(plain: Callable[..., Any], metric: Any, *args: Any, **kwargs: Any) -> Any:
     # With dist_sync_on_step the call is a collective of all replicas, so a replica without rows must not skip it.
-    if aggregates_here() and not metric.dist_sync_on_step and without_rows(*_own(metric, args, kwargs)):
+    if _is_one_of_several() and not metric.dist_sync_on_step and without_rows(*_own(metric, args, kwargs)):
         return torch.tensor(torch.nan, device=metric.device)
     return plain(metric, *args, **kwargs)
 
 
 def _reset(plain: Callable[[Any], None], metric: Any) -> None:
     vars(metric).pop(COUNTED, None)
+    inherited_counts.drop(metric)
     plain(metric)
 
 
@@ -96,6 +100,7 @@ def _update_called(plain: Callable[[Any], bool], metric: Any) -> bool:
 
 
 def _wrap_update(plain: Callable[..., Any], metric: Any, update: Callable[..., Any]) -> Callable[..., Any]:
+    inherited_counts.note_copy(metric)
     return _on_replicas(metric, plain(metric, update))
 
 
@@ -103,7 +108,7 @@ def _merge_groups(plain: Callable[[Any], None], collection: Any) -> None:
     # torchmetrics lets metrics share a state if their states are equal after the first batch. On replicas and in
     # scheduled functions a batch may be empty, or too small to reveal that the states differ.
     servers = servers_here.access
-    if not aggregates_here() and (servers is None or not servers.is_worker):
+    if not _is_one_of_several() and (servers is None or not servers.is_worker):
         plain(collection)
 
 
@@ -140,7 +145,14 @@ def read_by(metric: Any, has_others: Callable[[], bool], combine: Callable[..., 
 
 
 def aggregates_here() -> bool:
-    """Return whether this process is one of several replicas, so reading a metric is a collective of all of them."""
+    """Return whether reading a metric combines several counts: of several replicas, or of replicas that were removed.
+
+    Reading is then a collective of all replicas.
+    """
+    return _is_one_of_several() or (this_process.replica is not None and inherited_counts.is_any_here())
+
+
+def _is_one_of_several() -> bool:
     process = this_process.replica
     return process is not None and process.size > 1
 
@@ -157,7 +169,7 @@ def _on_replicas(metric: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def update(*args: Any, **kwargs: Any) -> Any:
-        if not aggregates_here():
+        if not _is_one_of_several():
             return plain(*args, **kwargs)
         if _is_shared(metric) and not contexts.in_replica() and not has_distributed((args, kwargs)):
             raise ContextError(
@@ -220,13 +232,15 @@ def _combine(metric: Any) -> bool:
     """Set a metric's states to the combined counts of all replicas. Return False if no replica has counted anything."""
     process = this_process.replica
     assert process is not None
-    own = None if is_untouched(metric) else map_structure(_on_host, states_of(metric))
-    gathered = process.group.all_gather_object(own)
-    states = [state for state in gathered if state is not None]
+    gathered: list[list[Mapping[str, Any]]] = process.group.all_gather_object(
+        [each.states for each in counts_of(metric)]
+    )
+    states = [state for theirs in gathered for state in theirs]
     if not states:
         return False
-    if len(states) < len(gathered):
-        _share_attributes(metric, gathered.index(states[0]), own is None)
+    if not all(gathered):
+        source = next(replica for replica, theirs in enumerate(gathered) if theirs)
+        _share_attributes(metric, source, not gathered[process.rank])
     device = metric.device
     for name, reduction in torchmetrics_internals.reductions(metric).items():
         parts = map_structure(
@@ -234,6 +248,14 @@ def _combine(metric: Any) -> bool:
         )
         setattr(metric, name, combined(parts, reduction, isinstance(default_states(metric)[name], list)))
     return True
+
+
+def counts_of(metric: Any) -> list[Counts]:
+    """Return this process's counts of a metric, on the host: its own, if there are any, and those it has inherited."""
+    if is_untouched(metric):
+        return inherited_counts.inherited(metric)
+    states = map_structure(_on_host, states_of(metric))
+    return [Counts(updates(metric), states, _attributes(metric)), *inherited_counts.inherited(metric)]
 
 
 def states_of(metric: Any) -> dict[str, Any]:
@@ -250,12 +272,20 @@ def _share_attributes(metric: Any, source: int, lacks: bool) -> None:
     """
     process = this_process.replica
     assert process is not None
-    simple = (bool, int, float, str, torch.dtype, torch.Tensor)
-    own = {name: _on_host(value) for name, value in vars(metric).items() if isinstance(value, simple)}
-    there = process.group.all_gather_object(own if process.rank == source else None)[source]
+    there = process.group.all_gather_object(_attributes(metric) if process.rank == source else None)[source]
     for name, value in there.items() if lacks else ():
-        if not name.startswith("_") and getattr(metric, name, None) is None:
+        if getattr(metric, name, None) is None:
             setattr(metric, name, value.to(metric.device) if isinstance(value, torch.Tensor) else value)
+
+
+def _attributes(metric: Any) -> dict[str, Any]:
+    """Return a metric's public attributes of simple types, which `update` may have set, on the host."""
+    simple, states = (bool, int, float, str, torch.dtype, torch.Tensor), default_states(metric)
+    return {
+        name: _on_host(value)
+        for name, value in vars(metric).items()
+        if isinstance(value, simple) and not name.startswith("_") and name not in states
+    }
 
 
 def combined(parts: list[Any], reduction: Callable[[Any], Any] | None, listed: bool) -> Any:
@@ -334,6 +364,7 @@ def whole_state(metric: Any) -> dict[str, Any]:
         else:
             process = this_process.replica
             assert process is not None
+            total += sum(each.updates for each in inherited_counts.inherited(metric))
             total = sum(process.group.all_gather_object(total))
             _combine(metric)
         return {"updates": total, "states": states_of(metric)}
@@ -351,6 +382,7 @@ def set_whole_state(metric: Any, saved: dict[str, Any]) -> None:
 
 
 def _set_state(metric: Any, saved: dict[str, Any]) -> None:
+    inherited_counts.drop(metric)
     device = metric.device
     for name, value in saved["states"].items():
         own = map_structure(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, value)

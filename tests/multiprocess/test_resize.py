@@ -1,0 +1,306 @@
+"""A cluster that grows and shrinks between cells and in the middle of an epoch, and resizes that fail half-way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import distnb
+from distnb.errors import EngineDied, OptionError, StartError
+from distnb.notebook.session import Session
+from tests.multiprocess.sessions import lose, run_cell, started
+from tests.processes import OF_MODULE, wait_until
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with started() as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def _module_owns_the_engines(session: Session) -> Iterator[None]:
+    yield
+    OF_MODULE.update(row.pid for row in session.status())
+
+
+def sizes(session: Session) -> tuple[int, int]:
+    """Return the number of engines, and the number of replicas of a strategy that was made before any resize."""
+    assert all(row.state == "idle" for row in session.status())
+    strategy: Any = session.user_ns["strategy"]
+    return len(session.status()), strategy.num_replicas_in_sync
+
+
+MAKE = """
+torch.manual_seed(7)
+data = torch.utils.data.TensorDataset(torch.rand(96, 5), torch.rand(96, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    metric = distnb.metrics.Mean()
+    count = distnb.Variable(0.0, aggregation="sum", synchronization="on_read", trainable=False)
+    mean = distnb.Variable(0.0, aggregation="mean", synchronization="on_read", trainable=False)
+def step(batch):
+    x, y = batch
+    optimizer.zero_grad()
+    error = (model(x) - y).square().sum(1)
+    loss = distnb.nn.compute_average_loss(error)
+    loss.backward()
+    optimizer.step()
+    metric.update(error.detach())
+    count.assign_add(float(len(x)))
+    mean.assign_add(1.0)
+    return loss.detach()
+batches = iter(strategy.distribute_dataset(loader))
+losses = []
+"""
+TRAIN = """
+for _ in range(3):
+    losses.append(float(strategy.reduce("sum", strategy.run(step, args=(next(batches),)), axis=None)))
+found = losses, [p.tolist() for p in model.parameters()], optimizer.state_dict()["state"][0]["exp_avg"].tolist()
+found += float(metric.compute()), float(count), float(mean)
+"""
+
+
+def one_replicas(**names: Any) -> Any:
+    """Return what the training finds in one process, under the default strategy."""
+    names.update(strategy=distnb.get_strategy(), distnb=distnb, torch=torch)
+    exec(MAKE, names)
+    for _ in range(4):
+        exec(TRAIN, names)
+    return names["found"]
+
+
+def flat(found: Any) -> list[float]:
+    return [number for part in found for number in flat(part)] if isinstance(found, list | tuple) else [found]
+
+
+def test_training_in_cells_goes_on_through_all_sizes(session: Session) -> None:
+    run_cell(session, MAKE, "make")
+    run_cell(session, TRAIN, "train-2")
+    for size in (4, 1, 3):
+        session.resize(size)
+        assert sizes(session) == (size, size)
+        run_cell(session, TRAIN + "strategy.assert_in_sync([model, optimizer])\n", f"train-{size}")
+    assert flat(session.user_ns["found"]) == pytest.approx(flat(one_replicas()), abs=1e-5)
+
+
+def test_training_in_an_ordinary_cell_goes_on_through_all_sizes(session: Session) -> None:
+    names = session.user_ns
+    torch.manual_seed(3)
+    data = torch.utils.data.TensorDataset(torch.rand(96, 5), torch.rand(96, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+
+    def train(strategy: Any, step: Any, resize: Any = lambda size: None) -> list[float]:
+        losses = []
+        for batch in strategy.distribute_dataset(loader):
+            losses.append(float(strategy.reduce("sum", strategy.run(step, args=(batch,)), axis=None)))
+            if len(losses) in (3, 5, 6):
+                resize({3: 4, 5: 1, 6: 2}[len(losses)])
+        return losses
+
+    run_cell(session, MAKE, "make")
+    losses = train(names["strategy"], names["step"], session.resize)
+    assert sizes(session) == (2, 2)
+    found = losses, [p.tolist() for p in names["model"].parameters()], float(names["metric"].compute())
+    alone: Any = {"strategy": distnb.get_strategy(), "distnb": distnb, "torch": torch}
+    exec(MAKE, alone)
+    wanted = train(alone["strategy"], alone["step"]), [p.tolist() for p in alone["model"].parameters()]
+    assert flat(found) == pytest.approx(flat((*wanted, float(alone["metric"].compute()))), abs=1e-5)
+
+
+def test_handles_follow_the_replicas(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    session.resize(3)
+    names = session.user_ns
+    run_cell(session, "own = torch.full((2,), float(distnb.replica_id()))\nsame = torch.ones(2)", "handles")
+    capsys.readouterr()
+    resized = session.resize(2)
+    assert resized.removed == (2,)
+    assert "with engine 2, components of `own` are lost" in capsys.readouterr().out
+    assert [each.tolist() for each in names["own"].values] == [[0.0, 0.0], [1.0, 1.0]]
+    run_cell(session, "total = strategy.reduce('sum', strategy.run(lambda x: x, args=(own,)), axis=0)", "sum")
+    assert names["total"].item() == 2.0
+    assert session.resize(4).added == (2, 3)
+    assert repr(names["own"]).count("<unassigned>") == 2
+    with pytest.raises(NameError, match="own"):
+        run_cell(session, "own", "unassigned")
+    assert len(names["same"].values) == 4
+    run_cell(session, "sums = strategy.gather(strategy.run(lambda: same.sum(dim=0, keepdim=True)), axis=0)", "same")
+    assert names["sums"].tolist() == [2.0] * 4
+    session.resize(1)
+    assert names["own"].values[0].tolist() == [0.0, 0.0]
+    session.resize(2)
+
+
+def test_a_model_made_after_a_resize_is_in_sync(session: Session) -> None:
+    session.resize(3)
+    run_cell(session, MAKE + "for _ in range(2):\n    strategy.run(step, args=(next(batches),))\n", "later")
+    run_cell(session, "strategy.assert_in_sync([model, optimizer])", "in-sync")
+
+
+HOLDER = """
+class Trainer:
+    def __init__(self):
+        self.layer = torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
+        self.metrics = {"seen": [distnb.metrics.Mean()]}
+    def step(self):
+        self.optimizer.zero_grad()
+        self.layer(torch.ones(2, 3) * distnb.replica_id()).sum().backward()
+        self.optimizer.step()
+        self.metrics["seen"][0].update(float(distnb.replica_id()))
+with strategy.scope():
+    trainer = Trainer()
+strategy.run(trainer.step)
+"""
+
+
+def test_objects_that_hold_mirrored_ones_are_copied(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    session.resize(2)
+    run_cell(session, HOLDER, "holder")  # counts 0 and 1
+    session.resize(3)
+    run_cell(session, "strategy.run(trainer.step)", "step")  # counts 0, 1 and 2
+    session.resize(1)
+    assert "trainer" not in capsys.readouterr().out
+    run_cell(session, "strategy.run(trainer.step)", "step")  # counts 0
+    session.resize(2)
+    source = "strategy.run(trainer.step)\nstrategy.assert_in_sync(trainer.layer)\n"
+    run_cell(session, source + "mean = float(trainer.metrics['seen'][0].compute())", "step")
+    assert session.user_ns["mean"] == pytest.approx((0 + 1 + 0 + 1 + 2 + 0 + 0 + 1) / 8)
+
+
+def test_metrics_that_cannot_be_merged_keep_their_counts(session: Session) -> None:
+    session.resize(3)
+    run_cell(
+        session,
+        "import torchmetrics\ntorch.manual_seed(1)\nx = torch.rand(3, 8)\ny = torch.rand(3, 8)\n"
+        "with strategy.scope():\n    pearson = torchmetrics.PearsonCorrCoef()\n"
+        "strategy.run(lambda: pearson.update(x[distnb.replica_id()], y[distnb.replica_id()]))\n"
+        "before = float(pearson.compute())\n",
+        "pearson",
+    )
+    names = session.user_ns
+    wanted = torch.corrcoef(torch.stack([names["x"].flatten(), names["y"].flatten()]))[0, 1].item()
+    assert names["before"] == pytest.approx(wanted, abs=1e-5)
+    for size in (1, 2):
+        session.resize(size)
+        run_cell(session, "now = float(pearson.compute())", "now")
+        assert names["now"] == pytest.approx(wanted, abs=1e-5)
+    run_cell(
+        session,
+        "pearson.reset()\nstrategy.run(lambda: pearson.update(x[0], y[0]))\nnow = float(pearson.compute())",
+        "reset",
+    )
+    assert names["now"] == pytest.approx(
+        torch.corrcoef(torch.stack([names["x"][0], names["y"][0]]))[0, 1].item(), abs=1e-5
+    )
+
+
+def test_a_resize_that_fails_leaves_the_earlier_size(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_cell(session, MAKE, "make")
+    before = sizes(session)[0]
+    with monkeypatch.context() as patch:
+        patch.setenv("DISTNB_PRELOAD", "no_such_module")
+        with pytest.raises(StartError, match=rf"no_such_module(.|\n)*The cluster has {before} engines, as before"):
+            session.resize(before + 1)
+    assert sizes(session) == (before, before)
+
+    def kill(text: str) -> None:
+        if text.startswith("copying"):
+            os.kill(session.status()[-1].pid, signal.SIGKILL)
+
+    with pytest.raises(EngineDied) as failed:
+        session.resize(before + 2, on_progress=kill)
+    assert f"The cluster has {before} engines, as before." in failed.value.__notes__
+    assert sizes(session) == (before, before)
+    run_cell(session, TRAIN + "strategy.assert_in_sync([model, optimizer])", "train")
+
+
+def test_an_interrupt_leaves_one_of_both_sizes(
+    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_cell(session, MAKE, "make")
+    before = sizes(session)[0]
+    for moment in ("0 of", "copying"):
+
+        def interrupt(text: str, moment: str = moment) -> None:
+            if text.startswith(moment):
+                signal.raise_signal(signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            session.resize(before + 1, on_progress=interrupt)
+        assert f"interrupted. The cluster has {before} engines, as before" in capsys.readouterr().err
+        assert sizes(session) == (before, before)
+        run_cell(session, TRAIN, "train")
+    removed = session.namespace.engines_removed
+
+    def interrupt_late(*args: Any, **kwargs: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        removed(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.namespace, "engines_removed", interrupt_late)
+        with pytest.raises(KeyboardInterrupt):
+            session.resize(before - 1)
+    assert f"too late. The cluster has {before - 1} engine" in capsys.readouterr().err
+    assert sizes(session) == (before - 1, before - 1)
+    run_cell(session, TRAIN, "train")
+    assert flat(session.user_ns["losses"]) == pytest.approx(one_replicas()[0][:9], abs=1e-5)
+
+
+def test_engines_that_have_ended_do_not_count(session: Session) -> None:
+    session.resize(3)
+    run_cell(session, MAKE, "make")
+    lose(session, 1)
+    assert session.resize(2).removed == (1,)
+    assert sizes(session) == (2, 2)
+    run_cell(session, TRAIN, "train")
+    lose(session, 0)
+    resized = session.resize(2)
+    assert (resized.added, resized.removed) == ((0,), (0,))
+    assert sizes(session) == (2, 2)
+    run_cell(session, "strategy.run(step, args=(next(batches),))\nstrategy.assert_in_sync([model, optimizer])", "on")
+
+
+def test_a_resize_waits_for_a_running_cell(session: Session) -> None:
+    began, ended = threading.Event(), []
+
+    def note(event: Any) -> None:
+        if getattr(event, "state", "") == "started":
+            began.set()
+
+    unsubscribe = session.events.subscribe(note)
+    thread = threading.Thread(target=lambda: ended.append(session.resize(1)))
+    threading.Thread(target=lambda: began.wait(20) and thread.start()).start()
+    run_cell(session, "import time\ntime.sleep(0.5)\nsize = strategy.num_replicas_in_sync", "slow")
+    assert session.user_ns["size"] == 2
+    unsubscribe()
+    wait_until(lambda: bool(ended), 20)
+    assert sizes(session) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "Give the new number of engines"),
+        ({"n": 0}, "0 is no size of a cluster"),
+        ({"n": 2.5}, "2.5 is no size"),
+        ({"n": 300}, "asked for|further engines need"),
+        ({"workers": 2}, "no parameter servers"),
+        ({"n": 2, "ps": 1}, "no parameter servers"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(session: Session, arguments: dict[str, Any], text: str) -> None:
+    before = sizes(session)
+    with pytest.raises((OptionError, StartError), match=text):
+        session.resize(**arguments)
+    assert sizes(session) == before

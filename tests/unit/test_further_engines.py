@@ -1,0 +1,148 @@
+"""The places of engines that a running cluster gains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from distnb.cluster.local.capacity import Capacity
+from distnb.cluster.remote import further_engines
+from distnb.cluster.remote.base import Transport
+from distnb.cluster.remote.further_engines import PlacedEngine, place_further
+from distnb.cluster.remote.hosts import HostOptions, HostPlan
+from distnb.cluster.start_options import StartOptions
+from distnb.errors import StartError
+from distnb.topology import PS, WORKER, Device, Task
+
+ROOM = Capacity(cores=4, memory_nbytes=2**40)
+
+
+class FakeTransport(Transport):
+    """A transport to machines that have the same capacity."""
+
+    def __init__(self, new: Sequence[str] = ()) -> None:
+        self.new = tuple(new)
+        self.released: list[str] = []
+
+    def command(self, host: str, task: str) -> list[str]:
+        return []
+
+    def network_name(self, host: str) -> str:
+        return host
+
+    def unreached(self, host: str, status: int) -> str:
+        return ""
+
+    def further_hosts(self, count: int) -> tuple[str, ...]:
+        return self.new[:count]
+
+    def release(self, host: str) -> None:
+        self.released.append(host)
+
+
+def placed(*places: tuple[str, str], tasks: Sequence[Task] = ()) -> list[PlacedEngine]:
+    return [
+        PlacedEngine(
+            engine=engine,
+            device=Device(kind.partition(":")[0], int(kind.partition(":")[2])),
+            host=host,
+            task=tasks[engine] if tasks else None,
+        )
+        for engine, (host, kind) in enumerate(places)
+    ]
+
+
+def plan(
+    there: Sequence[PlacedEngine], transport: FakeTransport | None = None, *, given: Any = None, **machines: Any
+) -> HostPlan:
+    hosts = tuple(dict.fromkeys(each.host for each in there))
+    return HostPlan(
+        devices=tuple(each.device for each in there),
+        hosts=tuple(each.host for each in there) if transport else (),
+        transport=transport,
+        tasks=tuple(each.task for each in there if each.task is not None),
+        options=StartOptions(**(given or {})),
+        machines=HostOptions(hosts=hosts, **machines) if transport else None,
+    )
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Return the number of GPUs of each machine, 0 by default. Machines answer at once."""
+    counts: dict[str, int] = {}
+
+    def probe(hosts: Sequence[str], *_: Any) -> Mapping[str, tuple[int, Capacity]]:
+        return {host: (counts.get(host, 0), ROOM) for host in hosts}
+
+    monkeypatch.setattr(further_engines, "probe", probe)
+    monkeypatch.setattr(further_engines, "this_machine", lambda: ROOM)
+    return counts
+
+
+def places(found: Sequence[PlacedEngine]) -> list[tuple[int, str, str]]:
+    return [(each.engine, each.host, str(each.device)) for each in found]
+
+
+def test_free_numbers_and_devices_are_used_first(gpus: dict[str, int]) -> None:
+    there = [each for each in placed(("", "cpu:0"), ("", "cpu:1"), ("", "cpu:2")) if each.engine != 1]
+    found, notices = place_further(plan(there), there, 3)
+    assert places(found) == [(1, "", "cpu:1"), (3, "", "cpu:3"), (4, "", "cpu:4")]
+    assert notices == (
+        "5 engines share the 4 cores of this machine. More engines than cores do not make a program faster.",
+    )
+
+
+def test_each_new_engine_runs_where_the_fewest_are(gpus: dict[str, int]) -> None:
+    there = placed(("a", "cpu:0"), ("a", "cpu:1"), ("b", "cpu:0"))
+    found, _ = place_further(plan(there, FakeTransport()), there, 3)
+    assert places(found) == [(3, "b", "cpu:1"), (4, "a", "cpu:2"), (5, "b", "cpu:2")]
+
+
+def test_engines_on_gpus_get_one_each(gpus: dict[str, int]) -> None:
+    gpus.update(a=2, b=4)
+    there = placed(("a", "cuda:0"), ("b", "cuda:1"))
+    found, _ = place_further(plan(there, FakeTransport()), there, 4)
+    assert places(found) == [(2, "a", "cuda:1"), (3, "b", "cuda:0"), (4, "b", "cuda:2"), (5, "b", "cuda:3")]
+    with pytest.raises(StartError, match=r"No machine has room for 5 further engines: a has 2 of at most 2; b has 4"):
+        place_further(plan(there, FakeTransport()), there, 5)
+    shared, _ = place_further(plan(there, FakeTransport(), given={"oversubscribe": True}), there, 5)
+    assert [str(each.device) for each in shared if each.host == "a"] == ["cuda:1", "cuda:0"]  # b is full, too
+
+
+def test_a_full_slurm_allocation_is_an_error(gpus: dict[str, int]) -> None:
+    there = placed(("a", "cpu:0"), ("b", "cpu:0"))
+    full = plan(there, FakeTransport(), launcher="slurm", without_gpus={"a": 1, "b": 2})
+    found, _ = place_further(full, there, 1)
+    assert places(found) == [(2, "b", "cpu:1")]
+    with pytest.raises(StartError, match="The Slurm allocation is full: get a larger one"):
+        place_further(full, there, 2)
+
+
+def test_workers_go_to_the_machines_in_turn(gpus: dict[str, int]) -> None:
+    tasks = [Task(WORKER, 0), Task(WORKER, 0), Task(PS, 0)]
+    there = placed(("a", "cpu:0"), ("a", "cpu:1"), ("b", "cpu:0"), tasks=tasks)
+    found, _ = place_further(plan(there, FakeTransport(), replicas=2), there, 2)
+    assert places(found) == [(3, "b", "cpu:0"), (4, "b", "cpu:1"), (5, "a", "cpu:2"), (6, "a", "cpu:3")]
+    assert [str(each.task) for each in found] == ["worker 1", "worker 1", "worker 2", "worker 2"]
+    with pytest.raises(StartError, match="each at an address of its own, cannot gain workers"):
+        place_further(plan(there, FakeTransport(), launcher="server"), there, 1)
+
+
+def test_reserved_hosts_are_released_if_they_do_not_suffice(
+    gpus: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, transport = placed(("r0", "cuda:0")), FakeTransport(["r1", "r2"])
+    found, _ = place_further(plan(there, transport), there, 2)
+    assert places(found) == [(1, "r1", "cpu:0"), (2, "r2", "cpu:0")]
+    monkeypatch.setattr(further_engines, "check_capacity", lambda *_, **__: (_ for _ in ()).throw(StartError("full")))
+    with pytest.raises(StartError, match="r1: full"):
+        place_further(plan(there, transport), there, 2)
+    assert sorted(transport.released) == ["r1", "r2"]
+
+
+def test_tpu_chips_cannot_be_added(gpus: dict[str, int]) -> None:
+    there = placed(("", "tpu:0"))
+    with pytest.raises(StartError, match="TPU chips cannot be resized"):
+        place_further(plan(there), there, 1)
