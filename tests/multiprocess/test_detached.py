@@ -275,18 +275,27 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 def test_engines_on_other_machines_stay(network: Machines, tmp_path: Path) -> None:
     words = " ".join(network.ssh_args)
+    (network.hidden / "only_here.py").write_text("ANSWER = 1\n")
+    find = f"import sys; sys.path.insert(0, {str(network.hidden)!r})"
     with Notebook() as first:
         first.run(
-            f'%distnb start --hosts red,blue --per-host 1 --ssh-args "{words}" --detach --name afar', timeout_s=120
+            f'%distnb start --hosts red,blue --per-host 1 --sync --ssh-args "{words}" --detach --name afar',
+            timeout_s=120,
         )
-        first.run("import distnb")
+        first.run(f"import distnb; {find}")
+        first.run("%%distribute mirrored\nimport only_here")
         first.run(TRAINING)
         first.run(STEPS)
         _kill_in(first, LONG, "line 3", tmp_path / "go on")
     with Notebook() as second:
+        second.run(find)
         ran = second.run("%distnb connect afar")
         assert _lines(ran) == [f"line {i}" for i in range(20)], f"{ran.text}{second.run('%distnb status').text}"
         assert second.value("answer") == 42
+        (network.hidden / "only_here.py").write_text("ANSWER = 2\n")
+        second.run("import importlib\nimportlib.reload(only_here)")
+        second.run("%%distribute mirrored\nfound = importlib.reload(only_here).ANSWER")
+        assert second.value("found") == 2
         second.run(STEPS)
         continued = second.value("history")
         for source in (TRAINING, STEPS, LONG, STEPS):
