@@ -30,6 +30,7 @@ from distnb.wire.messages import EngineState, Hello, Restore, ShowKept, Status
 __all__ = ["Restored", "restore_names", "resume_programs"]
 
 _HELLOS_S = 60.0
+_FLUSH_S = 10.0
 _POLL_S = 0.02
 
 
@@ -112,7 +113,7 @@ def resume_programs(engines: Engines, on_progress: Callable[[str], None]) -> dic
 
     dispatch.await_idle(states, programs, idle, lambda: set(engines.ids) - set(engines.left))
     if team is not None:
-        supervisor.wait_ended(programs[-1], 1.0)
+        supervisor.await_flush(states, _FLUSH_S)  # the output comes on another channel than the news of the end
         supervisor.publish(Status(program=programs[-1], state="ended", team=team, text="failed" if errors else ""))
     if supervisor.stuck:
         numbers = ", ".join(map(str, sorted(supervisor.stuck)))

@@ -14,7 +14,7 @@ import torch
 import distnb
 from distnb.coordinator import ClusterCoordinator, RemoteValue
 from distnb.errors import ClosureCancelled, NoClusterError, OptionError, ServerLost
-from distnb.notebook import engines
+from distnb.notebook import engine_owners
 from distnb.notebook.compose import current, require
 from distnb.runtime.servers.server_messages import Create, Describe
 from tests import processes
@@ -184,8 +184,10 @@ def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> 
 
 
 def test_closures_reach_workers_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = engines.Switchboard
-    monkeypatch.setattr(engines, "Switchboard", lambda path, **given: make(path, **{**given, "host": "127.0.0.1"}))
+    make = engine_owners.Switchboard
+    monkeypatch.setattr(
+        engine_owners, "Switchboard", lambda path, **given: make(path, **{**given, "host": "127.0.0.1"})
+    )
     distnb.start(workers=2, ps=1)
     try:
         coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())

@@ -241,7 +241,8 @@ def test_the_engines_end_with_a_daemon_that_is_killed() -> None:
         engine = notebook.value("__import__('distnb').notebook.compose.require().status()[0].pid")
         daemon.kill()
         processes.wait_until(lambda: not _runs(engine), 10.0, "the engine still runs")
-        assert "the daemon of its detached cluster has ended" in notebook.run("%distnb status").text
+        ended = "the daemon of its detached cluster has ended"
+        processes.wait_until(lambda: ended in notebook.run("%distnb status").text, 10.0, "the reason is not shown")
     assert "orphan" not in _cli("list")
 
 

@@ -19,7 +19,7 @@ import torch
 
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import EngineDied
-from distnb.notebook import engines as engines_of_session
+from distnb.notebook import engine_owners
 from distnb.notebook.handles.pending import resolve
 from distnb.notebook.session import Session
 from distnb.options import StrategySpec
@@ -60,7 +60,7 @@ def running(replicas: int, *, apart: bool = False) -> Iterator[ClusterWorld]:
         return Switchboard(directory, **{**given, "host": "127.0.0.1" if apart else None})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines_of_session, "Switchboard", switchboard)
+        patch.setattr(engine_owners, "Switchboard", switchboard)
         session = Session.start(
             StartOptions(n=replicas, devices=",".join(f"cpu:{i}" for i in range(replicas))), user_ns=notebook.user_ns
         )

@@ -9,7 +9,7 @@ import pytest
 
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.remote import further_engines
-from distnb.cluster.remote.base import Transport
+from distnb.cluster.remote.base import Found, Transport
 from distnb.cluster.remote.further_engines import PlacedEngine, place_further
 from distnb.cluster.remote.hosts import HostOptions, HostPlan
 from distnb.cluster.start_options import StartOptions
@@ -73,8 +73,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Return the number of GPUs of each machine, 0 by default. Machines answer at once."""
     counts: dict[str, int] = {}
 
-    def probe(hosts: Sequence[str], *_: Any) -> Mapping[str, tuple[int, Capacity]]:
-        return {host: (counts.get(host, 0), ROOM) for host in hosts}
+    def probe(hosts: Sequence[str], *_: Any) -> Mapping[str, Found]:
+        return {host: Found(counts.get(host, 0), ROOM, {}) for host in hosts}
 
     monkeypatch.setattr(further_engines, "probe", probe)
     monkeypatch.setattr(further_engines, "this_machine", lambda: ROOM)
