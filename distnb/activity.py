@@ -25,13 +25,21 @@ __all__ = [
     "latest",
     "machine",
     "note_step",
+    "of_steps",
+    "output_period_s",
     "program_began",
     "program_ended",
+    "sample_period_s",
     "waiting",
 ]
 
 MOST_EVENTS: Final = 4096
 """The number of latest events that are kept."""
+
+_SHORTEST_PERIOD_S: Final = 0.2
+_SAMPLES_PER_S: Final = 500
+_OUTPUT_PERIOD_S: Final = 0.05
+_OUTPUTS_PER_S: Final = 4_000
 
 Kind = Literal["collective", "background", "input", "servers", "program", "step"]
 """"collective": a thread waits in a collective. "background": a collective that no Python thread waits for (torch's C++
@@ -183,6 +191,26 @@ def latest(count: int = MOST_EVENTS, after: int = 0) -> tuple[tuple[Any, ...], .
     if (began := _program) is not None:
         found.append((0, "program", began, clock(), *_NOTHING))
     return tuple(found)
+
+
+def sample_period_s(replicas: int) -> float:
+    """Return the time between two samples that a replica sends to the notebook.
+
+    The notebook reads the samples of all replicas on one thread. With more than a hundred replicas, each sends less
+    often, so that the samples of any number of replicas cost the notebook the same.
+    """
+    return max(_SHORTEST_PERIOD_S, replicas / _SAMPLES_PER_S)
+
+
+def output_period_s(replicas: int) -> float:
+    """Return the time between two messages with a replica's output. Replicas of large teams send fewer, longer ones."""
+    return max(_OUTPUT_PERIOD_S, replicas / _OUTPUTS_PER_S)
+
+
+def of_steps(events: tuple[tuple[Any, ...], ...], steps: int) -> tuple[tuple[Any, ...], ...]:
+    """Return the events since the end of the step before the latest `steps`; all events if there were fewer steps."""
+    ends = [place for place, event in enumerate(events) if event[1] == "step"]
+    return events[ends[-steps - 1] :] if len(ends) > steps else events
 
 
 def machine() -> str:

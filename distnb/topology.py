@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import re
+import zlib
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
@@ -112,12 +113,15 @@ class Team:
     store_directory: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and unpickle each team once: every program carries its team, which rarely changes."""
+        """Pickle and unpickle each team once: every program carries its team, which rarely changes.
+
+        The team of a thousand engines has 40 KB, and compressed less than a tenth. Every engine gets it.
+        """
         return unpickle_team, (self._pickled,)
 
     @functools.cached_property
     def _pickled(self) -> bytes:
-        return pickle.dumps((self.engines, self.devices, *astuple(self)[2:]))
+        return zlib.compress(pickle.dumps((self.engines, self.devices, *astuple(self)[2:])))
 
     @property
     def has_own_devices(self) -> bool:
@@ -138,7 +142,14 @@ class Team:
 
     def rank_of(self, engine: int) -> int:
         """Return the replica id of an engine. Raises ValueError if the engine is not in the team."""
-        return self.engines.index(engine)
+        rank = self._ranks.get(engine)
+        if rank is None:
+            raise ValueError(f"Engine {engine} is not in the team of engines {', '.join(map(str, self.engines))}.")
+        return rank
+
+    @functools.cached_property
+    def _ranks(self) -> dict[int, int]:
+        return {engine: rank for rank, engine in enumerate(self.engines)}
 
     @property
     def prefix(self) -> str:
@@ -149,4 +160,4 @@ class Team:
 @functools.lru_cache(maxsize=64)
 def unpickle_team(pickled: bytes) -> Team:
     """Return the team of a pickle, which `Team` makes of itself."""
-    return Team(*pickle.loads(pickled))
+    return Team(*pickle.loads(zlib.decompress(pickled)))

@@ -15,6 +15,7 @@ from pathlib import Path
 from distnb.cluster.connection import Connection, connection_path
 from distnb.cluster.local.forking import ThisMachine
 from distnb.cluster.local.launcher import EngineOrder, Launcher
+from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.local.processes import Processes
 from distnb.errors import NoClusterError, StartError
 from distnb.topology import Device
@@ -286,6 +287,7 @@ class Cluster(RunningCluster):
         self._wait_until_ready(processes, engines, on_progress, _START_TIMEOUT_S)
 
     def _launch(self, processes: Processes, engines: Sequence[int]) -> None:
+        raise_file_limit(len({*self._engines, *engines}))
         orders = [
             EngineOrder(engine=engine, device=self._devices[engine], log=self._log_path(engine), agent=self._agent)
             for engine in engines

@@ -345,7 +345,7 @@ class Agent:
         step_count.watch_optimizers()
         datasets.program_began()
         self._console.refusal = kind.refusal
-        self._control.program_began(message.program, replica, measured=kind.measured)
+        self._control.program_began(message.program, replica, self._size, measured=kind.measured)
         began = time.monotonic()
         try:
             reply = kind.run(message, replica)

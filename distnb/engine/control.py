@@ -62,9 +62,6 @@ __all__ = ["Control"]
 
 _logger = logging.getLogger("distnb.engine.control")
 
-_FLUSH_S = 0.05
-_TELEMETRY_S = 0.2
-_POINTS_S = 0.2  # longer than `_FLUSH_S`: reading points holds Python's lock, which delays the training
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WAITING = (threading.__file__, queue.__file__)  # the modules in whose functions distnb waits
 
@@ -86,7 +83,7 @@ class Control:
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
         hold_limits: Suspends the time limits of collectives, or resumes them (thread-safe).
         sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample. With
-            `whole=True` the sample has all recorded events.
+            `steps=N` the sample has the events of the latest N steps.
         memory: Measures the memory of this process: engine → MemoryUse.
         pipes: File descriptors to read from, each with the function that handles the data.
 
@@ -126,6 +123,8 @@ class Control:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.running: tuple[int, int] | None = None
         self._measured: tuple[int, int] | None = None  # the latest (program, replica) that is measured
+        # Points are read as seldom as samples are taken: reading them holds Python's lock, which delays the training.
+        self._period_s, self._output_period_s = activity.sample_period_s(1), activity.output_period_s(1)
         self._next_sample = self._next_points = 0.0
         self._thread = threading.Thread(target=self._serve, name="distnb-control", daemon=True)
 
@@ -135,8 +134,13 @@ class Control:
 
     # -- called by the main thread ---------------------------------------------------------------------------------
 
-    def program_began(self, program: int, replica: int, *, measured: bool) -> None:
-        """Assign events to this program from now on. A program that only reads an object is not measured."""
+    def program_began(self, program: int, replica: int, replicas: int, *, measured: bool) -> None:
+        """Assign events to this program, which `replicas` run, from now on.
+
+        A program that only reads an object is not measured.
+        """
+        self._period_s = activity.sample_period_s(replicas)
+        self._output_period_s = activity.output_period_s(replicas)
         self._next_sample = max(self._next_sample, time.monotonic())  # many short programs are sampled like a long one
         if measured:
             self._measured = (program, replica)
@@ -158,7 +162,7 @@ class Control:
     def emit(self, event: Any, *, urgent: bool = False) -> None:
         """Queue an event for the notebook. Any thread may call this, and it is cheap.
 
-        Events are sent in order, 20 times a second, or at once if one is `urgent`.
+        Events are sent in order, up to 20 times a second, or at once if one is `urgent`.
         """
         self._events.append(event)
         if urgent or self._asleep:
@@ -196,7 +200,7 @@ class Control:
             self._asleep = True
             busy = self.running is not None or self._guard.waiting or self._events or self._points
             self._asleep = not busy
-            ready = dict(poller.poll(int(_FLUSH_S * 1000) if busy else 1000))
+            ready = dict(poller.poll(int(self._output_period_s * 1000) if busy else 1000))
             self._asleep = False
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
@@ -262,8 +266,10 @@ class Control:
         elif isinstance(order, DumpStacks):
             self.emit(Stacks(self._engine, _program_stack()))
         elif isinstance(order, DumpActivity):
-            whole = self._sample(self._engine, *self._measured, whole=True) if self._measured is not None else None
-            self.emit(Activity(self._engine, whole))
+            found = None
+            if self._measured is not None:
+                found = self._sample(self._engine, *self._measured, steps=order.steps)
+            self.emit(Activity(self._engine, found))
         elif isinstance(order, MeasureMemory):
             self.emit(self._memory(self._engine))
         elif isinstance(order, SetLogLevel):
@@ -282,12 +288,12 @@ class Control:
 
     def _measure(self) -> None:
         assert self._measured is not None
-        self._next_sample = time.monotonic() + _TELEMETRY_S
+        self._next_sample = time.monotonic() + self._period_s
         self._events.append(self._sample(self._engine, *self._measured))
 
     def _flush(self) -> None:
         if self._points and (time.monotonic() >= self._next_points or self.running != self._points[0][0]):
-            self._next_points = time.monotonic() + _POINTS_S
+            self._next_points = time.monotonic() + self._period_s
             self._events.extendleft(reversed(self._read_points()))
         if not self._events:
             return

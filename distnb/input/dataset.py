@@ -74,7 +74,7 @@ class Dealing(ABC):
         """Deal the data to the current replicas."""
 
 
-class Reading(NamedTuple):
+class BatchReading(NamedTuple):
     """An iteration in progress.
 
     Attributes:
@@ -168,7 +168,7 @@ class DistributedDataset(Iterable[Any]):
         self._progress, self._resume = progress, None
         return DistributedIterator(self, progress, reading)
 
-    def read(self, progress: Progress, resume: dict[str, Any] | None) -> Reading:
+    def read(self, progress: Progress, resume: dict[str, Any] | None) -> BatchReading:
         """Begin to read, or resume from a state of `state_dict`. `progress` is that of the iteration."""
         dealt = self.now()
         source, place, agree = dealt.source, dealt.place, dealt.agree
@@ -184,14 +184,14 @@ class DistributedDataset(Iterable[Any]):
         if source.exclusive:
             self._end_previous = loads.close
         if agree is not None and place.several_pipelines:
-            return Reading(place, reader, OwnData(reader, place, placement, agree), 0)
+            return BatchReading(place, reader, OwnData(reader, place, placement, agree), 0)
         # Only a quiet source may be read ahead of a request: reading it draws no random numbers and runs no user code
         # here, so its order relative to the user's program does not matter.
         depth = self._dealing.options.prefetch
         ahead = 0 if not source.quiet else _AHEAD if depth is None else min(depth, _AHEAD)
-        return Reading(place, reader, SameData(reader, agree), ahead)
+        return BatchReading(place, reader, SameData(reader, agree), ahead)
 
-    def read_on(self, progress: Progress) -> Reading:
+    def read_on(self, progress: Progress) -> BatchReading:
         """Continue an iteration where it was when the number of replicas changed. All replicas call this together."""
         shared, before = self.now().drawing.shared, progress.before
         random = capture(shared)
@@ -400,7 +400,7 @@ class DistributedIterator(BatchIterator):
     def __subclasshook__(cls, other: type) -> Any:
         return True if getattr(other, "is_distributed_iterator", False) else NotImplemented
 
-    def __init__(self, dataset: DistributedDataset, progress: Progress, reading: Reading | None = None) -> None:
+    def __init__(self, dataset: DistributedDataset, progress: Progress, reading: BatchReading | None = None) -> None:
         self._dataset = dataset
         self._progress = progress
         self._reading = reading
@@ -409,7 +409,7 @@ class DistributedIterator(BatchIterator):
         self._read_in = _program
         _under_way.add(self)
 
-    def _now(self) -> Reading:
+    def _now(self) -> BatchReading:
         """Return what reads for the current replicas. After their number has changed, all of them resume together."""
         reading = self._reading
         place = self._dataset.now().place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError, closest
 from distnb.magics.cell_history import HEADER
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
+from distnb.magics.engine_tables import STATUS_COLUMNS, ready_text, status_rows
 from distnb.magics.tracebacks import presented
 from distnb.notebook import bug_report, value_placement
 from distnb.notebook import compose as sessions
@@ -51,6 +53,7 @@ _RESOLVERS: dict[str, Callable[[], ClusterResolver]] = {
     "kubernetes": KubernetesClusterResolver,
 }
 _ANY = StrategySpec(kind="mirrored")
+_PROGRESS = 300  # the most characters of a line of progress, which may name every engine
 
 
 class ClusterMagic:
@@ -100,9 +103,7 @@ class ClusterMagic:
         with _progress(self._shell) as show:
             session = sessions.start_with(options, show)
         rows = session.status()
-        several = len({row.host for row in rows}) > 1
-        places = (f"{row.task or row.engine} on {row.device}" + (f" of {row.host}" if several else "") for row in rows)
-        print(f"{_count(len(rows), 'engine')} ready: {', '.join(places)}.")
+        print(f"{_count(len(rows), 'engine')} ready: {ready_text(rows)}.")
         if session.name:
             print(
                 f"They stay when this notebook ends. Continue in another one, or after a restart of the kernel, with "
@@ -168,12 +169,7 @@ class ClusterMagic:
             print("No cluster is running. Start one with %distnb start.")
             return
         session = sessions.require()
-        work = session.work()
-        rows = [
-            [str(row.engine), row.task, row.device, row.state, *work.get(row.task, ("", "")), str(row.pid), row.host]
-            for row in session.status()
-        ]
-        header, rows = filled(["engine", "task", "device", "state", "runs", "holds", "pid", "host"], rows)
+        header, rows = filled(STATUS_COLUMNS, status_rows(session.status(), session.work()))
         self._table(tuple(header), [tuple(row) for row in rows], numeric=("engine", "pid"))
 
     def devices(self, found: Namespace) -> None:
@@ -366,7 +362,7 @@ def _progress(shell: InteractiveShell) -> Iterator[Callable[[str], None]]:
     """
     publisher = publisher_for(shell)
     try:
-        yield lambda text: publisher.area((text[:1].upper() + text[1:],))
+        yield lambda text: publisher.area((textwrap.shorten(text[:1].upper() + text[1:], _PROGRESS, placeholder=" …"),))
     finally:
         publisher.area(())
 

@@ -17,6 +17,7 @@ from distnb.cluster.detached import registry
 from distnb.cluster.detached.daemon import DaemonOptions
 from distnb.cluster.detached.daemon_client import DaemonClient, notebook_name, start_daemon
 from distnb.cluster.lifecycle import Cluster, RunningCluster
+from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.remote.further_engines import PlacedEngine, place_further
 from distnb.cluster.remote.hosts import HostPlan, make_plan, read_host_options
@@ -201,6 +202,7 @@ def plan_owner(options: StartOptions, on_progress: Callable[[str], None]) -> Eng
         try:
             client.connect(notebook_name())
             client.plan(on_progress)
+            raise_file_limit(client.facts.engines)  # the daemon raises its own
         except BaseException:
             client.stop()
             raise
@@ -225,6 +227,7 @@ def connected_owner(name: str, *, take: bool) -> OwnedByDaemon:
     client = DaemonClient(registry.find(name).socket)
     try:
         client.connect(notebook_name(), take=take)
+        raise_file_limit(client.facts.engines)
     except BaseException:
         client.close()
         raise

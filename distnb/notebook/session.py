@@ -27,11 +27,11 @@ from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.output.profiles import write_profiles
 from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, step_difference, warn_of_drift
 from distnb.notebook.programs.outcome import Outcome
-from distnb.notebook.reconnection import Restored, restore_names, resume_programs
+from distnb.notebook.reconnecting.reconnection import Restored, restore_names, resume_programs
+from distnb.notebook.reconnecting.saved_names import SavedNames
 from distnb.notebook.remote_dataset import RemoteIterator
 from distnb.notebook.reports import process_text, stacks_text
 from distnb.notebook.resizing import Resized, Resizing, checked_size
-from distnb.notebook.saved_names import SavedNames
 from distnb.notebook.session_part import SessionPart
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.notebook.views.timeline_model import TimelineModel
@@ -112,6 +112,7 @@ class Session:
         self._owner = os.getpid()
         self.latest_strategy = ""
         self.latest_times: CellTimes | None = None
+        self._received_until = 0  # the latest program until whose end all events of all engines were received
 
     # -- the cluster -----------------------------------------------------------------------------------------------
 
@@ -336,6 +337,8 @@ class Session:
 
         Calls from ordinary cells end without this wait. Return False if an engine was too busy to answer in time.
         """
+        if self._received_until >= self.latest_program:
+            return True
         return self._supervisor.await_flush(self._engines.left, timeout_s)
 
     def logs(self, lines: int = 15) -> dict[int, str]:
@@ -362,10 +365,11 @@ class Session:
         """
         return self._supervisor.ask_stacks(self._engines.left, timeout_s)
 
-    def timeline(self, timeout_s: float = 2.0) -> TimelineModel:
-        """Return the recent activity of the replicas. Engines that do not answer in time are missing."""
+    def timeline(self, steps: int, timeout_s: float = 2.0) -> TimelineModel:
+        """Return the replicas' activity in the latest steps. Engines that do not answer in time are missing."""
         model = TimelineModel()
-        for sample in self._supervisor.ask_activity(self._engines.left, timeout_s):
+        # Twice the steps, since running replicas answer at different times, and only common steps are shown.
+        for sample in self._supervisor.ask_activity(self._engines.left, 2 * steps, timeout_s):
             model.feed(sample)
         return model
 
@@ -455,7 +459,11 @@ class Session:
                 sent = time.monotonic()
                 self._wait(outcome, team)
                 ended = time.monotonic()
-                self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
+                # An engine reports a cell's end after all of its earlier events.
+                if self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S) and {*self._engines.left} <= {
+                    *team.engines
+                }:
+                    self._received_until = program
                 self._supervisor.publish(
                     Status(program=program, state="ended", team=team, text="" if outcome.ok else "failed")
                 )

@@ -64,7 +64,8 @@ class Teams:
         """Return the team of these engines, in this order, of the newest generation or a given one."""
         if generation is None:
             generation = self._generation
-        devices = tuple(cluster.engines[engine].device for engine in engines)
+        processes = cluster.engines
+        devices = tuple(processes[engine].device for engine in engines)
         hosts = tuple(cluster.host(engine) for engine in engines)
         directory = "" if self._store is not None else str(cluster.directory)
         store_host, store_port = self._address

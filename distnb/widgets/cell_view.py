@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +34,7 @@ VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Die
 """The events that `CellView.feed` handles."""
 
 _APPEAR_S = 0.5  # a cell that ends sooner and draws nothing gets no live view
+_SHARE = 0.1  # the largest share of a processor that drawing takes while a cell runs
 _KEPT_CHARACTERS = 4_000_000
 
 MakeView = Callable[[LiveModel, Publisher, str], LiveView]
@@ -146,8 +149,9 @@ class CellView:
 
     def _replica_ended(self, program: int, engine: int, now: float) -> None:
         team = self._running.get(program)
-        if team is not None and engine in team.engines and program in self._mergers:
-            self._mergers[program].ended(team.rank_of(engine), now)
+        if team is not None and program in self._mergers:
+            with suppress(ValueError):  # the engine does not run the program
+                self._mergers[program].ended(team.rank_of(engine), now)
 
     # -- drawing ---------------------------------------------------------------------------------------------------
 
@@ -178,13 +182,17 @@ class CellView:
                 self._appear(now)
         elif self._view is not None and now >= self._next_draw and (self._changed or self._running):
             self._changed = False
-            self._next_draw = now + self._view.period_s
-            self._view.update(now)
+            self._draw(self._view, self._view.update, now)
 
     def _appear(self, now: float) -> None:
         self._view = self._make_view(self.model, self.publisher, f"{self._name}-live")
-        self._view.show(now)
-        self._next_draw = now + self._view.period_s
+        self._draw(self._view, self._view.show, now)
+
+    def _draw(self, view: LiveView, draw: Callable[[float], None], now: float) -> None:
+        """Draw, and set the time of the next drawing: many replicas or curves are drawn less often."""
+        began = time.thread_time()
+        draw(now)
+        self._next_draw = now + max(view.period_s, (time.thread_time() - began) / _SHARE)
 
     def _reappear(self) -> None:
         if self._view is not None and self.model.ended_at is None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from distnb.notebook.output.wording import filled, html_table, human_bytes, short_number
 from distnb.notebook.views.chart_model import Chart, Series, charts
 from distnb.notebook.views.closures_model import ClosuresModel, largest, runs_text
+from distnb.notebook.views.crowds import noteworthy, others, unlikeness
 from distnb.notebook.views.curves import MOST_LINES
 from distnb.notebook.views.live_model import LiveModel, ReplicaRow
 from distnb.widgets.picture import as_image, picture
@@ -88,7 +89,10 @@ def head_text(model: LiveModel, now: float) -> str:
 
 
 def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
-    """Return the column titles and a row for each replica, without the columns that are empty in all rows."""
+    """Return the column titles and a row for each replica, without the columns that are empty in all rows.
+
+    Of many replicas, those that failed or lag behind have rows, and the first ones.
+    """
     header = ["replica", "device", "state", "step", "examples/s", "memory", "on device", *model.curves, "at"]
     rows = [
         [
@@ -102,9 +106,15 @@ def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
             *(short_number(row.values.get(name)) for name in model.curves),
             row.where if row.state != "ended" else "",
         ]
-        for _, row in sorted(model.rows.items())
+        for row in _shown_rows(model)
     ]
     return filled(header, rows)
+
+
+def _shown_rows(model: LiveModel) -> list[ReplicaRow]:
+    lag = unlikeness({replica: row.steps for replica, row in model.rows.items()})
+    exceptions = {replica: row.state not in ("running", "ended") for replica, row in model.rows.items()}
+    return [model.rows[replica] for replica in noteworthy({each: lag[each] + exceptions[each] for each in lag})]
 
 
 def worker_table(model: LiveModel, closures: ClosuresModel) -> tuple[list[str], list[list[str]]]:
@@ -157,6 +167,7 @@ def _tables_html(model: LiveModel) -> str:
     if model.closures is None:
         header, rows = replica_table(model)
         table = html_table(header, rows, numeric=set(header) - {"device", "state", "at"}) if rows else ""
+        table += _note_html(others(len(rows), len(model.rows)))
         return f'<div style="overflow-x:auto">{table}</div>' if rows else ""
     header, rows = worker_table(model, model.closures)
     tables = [html_table(header, rows, numeric=set(header) - {"device", "runs"})]
@@ -175,8 +186,11 @@ def _shards_html(closures: ClosuresModel) -> str:
     ]
     header, caption = ["variable", "shape", "on", "size", "updates"], " · ".join(closures.servers())
     table = html_table(header, rows, numeric=("size", "updates"), caption=caption)
-    more = f"and {rest:,} smaller ones (see strategy.placement())"
-    return table + (f'<div style="color:#808080;font-size:12px">{more}</div>' if rest else "")
+    return table + _note_html(f"and {rest:,} smaller ones (see strategy.placement())" if rest else "")
+
+
+def _note_html(text: str) -> str:
+    return f'<div style="color:#808080;font-size:12px">{html.escape(text)}</div>' if text else ""
 
 
 def _queue_svg(closures: ClosuresModel) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distnb.notebook.output.wording import short_number
+from distnb.notebook.views.curves import MOST_LINES
 from distnb.notebook.views.live_model import LiveModel
 from distnb.widgets.content import closures_lines, head_text, picture_bundle, plain_summary
 from distnb.widgets.publisher import Publisher
@@ -61,8 +62,11 @@ class TextView(LiveView):
             return  # the shell may be writing an error
         values = [f"⚠ {text}" for text in self.model.troubles()]
         for curve in self.model.curves.values():
-            lines = curve.shown()
-            values.append(f"{curve.name} {'/'.join(short_number(line.last) for line in lines.values())}")
+            last = [line.last for line in curve.shown().values() if line.last is not None]
+            if len(last) > MOST_LINES:
+                values.append(f"{curve.name} {short_number(min(last))} to {short_number(max(last))}")
+            else:
+                values.append(f"{curve.name} {'/'.join(map(short_number, last))}")
         if self.model.closures is not None:
             values.append(closures_lines(self.model.closures)[0])
         values = self.model.waits.lines(now) or values

@@ -11,6 +11,7 @@ from typing import Any
 from distnb.errors import OptionError, ProgramError
 from distnb.notebook import compose
 from distnb.notebook.output.wording import filled, html_table
+from distnb.notebook.views.crowds import MOST_SHOWN, noteworthy, others, unlikeness
 from distnb.notebook.views.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
 from distnb.widgets.picture import as_image
 from distnb.widgets.timeline_picture import gantt_picture
@@ -73,20 +74,31 @@ class Timeline:
         header = ["replica", *(f"{kind}, ms" for kind in KINDS)]
         if self.spent is None:
             return header, []
-        steps = self.spent.steps or 1
-        return filled(
-            header,
+        steps, seconds = self.spent.steps or 1, self.spent.seconds
+        chosen = noteworthy(unlikeness({replica: own["waiting"] for replica, own in seconds.items()}))
+        rows = [
             [
-                [str(replica), *(f"{own[kind] / steps * 1e3:.3g}" if own[kind] else "" for kind in KINDS)]
-                for replica, own in self.spent.seconds.items()
-            ],
-        )
+                str(replica),
+                *(f"{seconds[replica][kind] / steps * 1e3:.3g}" if seconds[replica][kind] else "" for kind in KINDS),
+            ]
+            for replica in chosen
+        ]
+        return filled(header, rows)
+
+    @property
+    def _others(self) -> str:
+        """A text about the replicas that the table does not show; "" if it shows all."""
+        if self.spent is None:
+            return ""
+        total = len(self.spent.seconds)
+        more = others(min(total, MOST_SHOWN), total)
+        return f"{more}, which differ less; `rows` and `to_frame()` have all" if more else ""
 
     def __repr__(self) -> str:
         header, rows = self._table()
         widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
         lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in [header, *rows]]
-        return "\n".join([self.text, *map("  ".join, lines if rows else [])])
+        return "\n".join(filter(None, [self.text, *map("  ".join, lines if rows else []), self._others]))
 
     def _repr_html_(self) -> str:
         header, rows = self._table()
@@ -94,7 +106,8 @@ class Timeline:
         if not rows:
             return text
         picture = as_image(gantt_picture(self.rows, self._ends), self.text, wide=True)
-        return f"{picture}{text}{html_table(header, rows, numeric=header)}"
+        more = f'<div style="color:#808080;font-size:12px">{html.escape(self._others)}</div>' if self._others else ""
+        return f"{picture}{text}{html_table(header, rows, numeric=header)}{more}"
 
 
 def timeline(steps: int = 10) -> Timeline:
@@ -116,7 +129,7 @@ def timeline(steps: int = 10) -> Timeline:
     """
     if not isinstance(steps, int) or steps < 1:
         raise OptionError(f"timeline(steps={steps!r}): `steps` must be a whole number. Give 1 or more.")
-    model = compose.require().timeline()
+    model = compose.require().timeline(steps)
     if not model.replicas:
         raise ProgramError(
             "There is no timeline: no replica has run anything yet, or none replies. Run a distributed cell first."

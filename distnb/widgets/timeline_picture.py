@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterator, Mapping
 
 from distnb.notebook.output.wording import short_number
+from distnb.notebook.views.crowds import noteworthy, others, unlikeness
 from distnb.notebook.views.live_model import LiveModel
 from distnb.notebook.views.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
 from distnb.widgets.picture import as_image, nice_ticks
@@ -91,13 +92,19 @@ def _fill(name: str, kind: str) -> str:
 
 
 def shares_picture(spent: Spent) -> str:
-    """Draw a bar for each replica with the kinds of time in its latest steps, on average."""
-    height = _row_height(len(spent.seconds))
-    top = len(spent.seconds) * (height + 3) + 4
+    """Draw a bar for each replica with the kinds of time in its latest steps, on average.
+
+    Of many replicas, those whose time differs most from the others' have bars.
+    """
+    chosen = noteworthy(unlikeness({replica: own["waiting"] for replica, own in spent.seconds.items()}))
+    height = _row_height(len(chosen))
+    more = others(len(chosen), len(spent.seconds))
+    top = len(chosen) * (height + 3) + 4 + (12 if more else 0)
 
     def parts() -> Iterator[str]:
         room, length = _WIDTH - _LEFT, spent.end - spent.begin
-        for row, (replica, seconds) in enumerate(spent.seconds.items()):
+        for row, replica in enumerate(chosen):
+            seconds = spent.seconds[replica]
             left, y = float(_LEFT), row * (height + 3) + 2
             yield _label(replica, y, height)
             for kind in KINDS:
@@ -106,16 +113,27 @@ def shares_picture(spent: Spent) -> str:
                     tip = f"replica {replica}: {_WORDS[kind]} {_ms(seconds[kind] / (spent.steps or 1))}"
                     yield _bar("shares", kind, left, y, width, height, tip)
                 left += width
+        if more:
+            yield f'<text x="{_LEFT}" y="{top - 2}" fill="{_GREY}">{more}, which differ less</text>'
         yield from _legend(top, {kind for own in spent.seconds.values() for kind in KINDS if own[kind]})
 
     return _svg("shares", top + 18, parts())
 
 
 def gantt_picture(pieces: list[Piece], steps: list[tuple[float, int]]) -> str:
-    """Draw each replica's time piece by piece, with the ends of steps."""
-    rows: Mapping[int, int] = {replica: row for row, replica in enumerate(sorted({each.replica for each in pieces}))}
+    """Draw each replica's time piece by piece, with the ends of steps.
+
+    Of many replicas, those whose waits differ most from the others' are drawn.
+    """
+    waiting = dict.fromkeys((each.replica for each in pieces), 0.0)
+    for each in pieces:
+        waiting[each.replica] += each.end - each.begin if each.kind == "waiting" else 0.0
+    rows: Mapping[int, int] = {replica: row for row, replica in enumerate(noteworthy(unlikeness(waiting)))}
+    more = others(len(rows), len(waiting))
+    pieces = [each for each in pieces if each.replica in rows] if more else pieces
     height = _row_height(len(rows))
     bottom = len(rows) * (height + 3) + 16
+    space = 12 if more else 0
     if not pieces:
         return _svg("gantt", 20, iter(()))
     begin, end = min(each.begin for each in pieces), max(each.end for each in pieces)
@@ -145,9 +163,11 @@ def gantt_picture(pieces: list[Piece], steps: list[tuple[float, int]]) -> str:
                 continue
             look = f'y="{bottom + 8}" text-anchor="middle" fill="{_GREY}"'
             yield f'<text x="{x:.1f}" {look}>{short_number(tick)} ms</text>'
-        yield from _legend(bottom + 12, {each.kind for each in pieces})
+        if more:
+            yield f'<text x="{_LEFT}" y="{bottom + 20}" fill="{_GREY}">{more}, which differ less</text>'
+        yield from _legend(bottom + 12 + space, {each.kind for each in pieces})
 
-    return _svg("gantt", bottom + 30, parts())
+    return _svg("gantt", bottom + 30 + space, parts())
 
 
 def _label(replica: int, y: float, height: float) -> str:

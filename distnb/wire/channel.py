@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from distnb.errors import MessageError, StartError
 from distnb.wire.codec import Frame, decode, encode
 from distnb.wire.messages import Hello
-from distnb.wire.unix_socket import Listener, Packet, UnixSocket, pack
+from distnb.wire.unix_socket import BACKLOG, Listener, Packet, UnixSocket, pack
 
 __all__ = [
     "CONTROL_NAME",
@@ -51,6 +51,7 @@ CONTROL_NAME = "control.socket"
 """The name of the socket for control there."""
 
 # As plain numbers: combining members of an enumeration costs as much as sending.
+_LARGE_NBYTES = 64 << 10
 _POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
 
 
@@ -151,6 +152,7 @@ def bind_router(
     socket.sndhwm = socket.rcvhwm = 0
     socket.router_mandatory = True
     socket.router_handover = True
+    socket.backlog = BACKLOG  # ZeroMQ's own is 100, and refused connections are tried again much later
     socket.linger = 0
     try:
         if isinstance(at, Path):
@@ -235,12 +237,15 @@ class Peers:
 
     def send_frames(self, peers: Iterable[int], frames: Sequence[Frame]) -> list[int]:
         """Send an encoded message to peers, and return those that are not connected."""
+        peers = tuple(peers)
         packets: Sequence[Packet] = ()
+        shared: Sequence[Frame | zmq.Frame] = ()
         unreached = []
         for peer in peers:
             connected = self._sockets.get(peer)
             if connected is None:
-                reached = self._remote is not None and send_frames(self._remote, peer, frames)
+                shared = shared or (_shared(frames) if len(peers) > 1 else frames)
+                reached = self._remote is not None and send_frames(self._remote, peer, shared)
             elif self._recycles:
                 reached = connected.send_frames(frames)
             else:
@@ -338,7 +343,7 @@ class Programs(Peers):
             yield engine, message
 
 
-def send_frames(socket: zmq.Socket[bytes], peer: int, frames: Sequence[Frame]) -> bool:
+def send_frames(socket: zmq.Socket[bytes], peer: int, frames: Sequence[Frame | zmq.Frame]) -> bool:
     """Send a copy of a message through a ROUTER. Return False if the peer is not connected."""
     try:
         _send(socket, [b"%d" % peer, *frames])
@@ -374,7 +379,16 @@ def _or_error(receive: Callable[[], Any]) -> Any:
         return error
 
 
-def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
+def _shared(frames: Sequence[Frame]) -> list[Frame | zmq.Frame]:
+    """Copy the large frames of a message once for all of its peers. ZeroMQ would copy them for each."""
+    large = (memoryview(frame).nbytes >= _LARGE_NBYTES for frame in frames)
+    return [
+        zmq.Frame(bytes(frame), copy=False) if is_large else frame
+        for frame, is_large in zip(frames, large, strict=True)
+    ]
+
+
+def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame | zmq.Frame]) -> None:
     for frame in frames[:-1]:
         socket.send(frame, _SNDMORE)
     socket.send(frames[-1])

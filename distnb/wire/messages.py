@@ -236,7 +236,13 @@ class DumpStacks:
 
 @dataclass(frozen=True)
 class DumpActivity:
-    """Order to report how the latest programs spent their time in `Activity`."""
+    """Order to report how the latest steps spent their time in `Activity`.
+
+    Attributes:
+        steps: The number of steps. If fewer were counted, all recorded events are reported.
+    """
+
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -506,7 +512,7 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Activity:
-    """The answer to `DumpActivity`: a sample, with all events that are kept; None before the first program."""
+    """The answer to `DumpActivity`: a sample with the events of the steps; None before the first program."""
 
     engine: int
     sample: TelemetrySample | None

@@ -41,7 +41,7 @@ from distnb.wire.codec import Frame, decode, encode
 from distnb.wire.recycled_memory import RecycledReceiver, RecycledSender
 from distnb.wire.shared_memory_buffer import LARGE_NBYTES, SharedMemoryBuffer, read_frame
 
-__all__ = ["Listener", "Packet", "UnixSocket", "connect", "pack"]
+__all__ = ["BACKLOG", "Listener", "Packet", "UnixSocket", "connect", "pack"]
 
 _PACKET_NBYTES: Final = 60 << 10  # several fit into a socket's buffer
 _MOST_BUFFERS: Final = 64  # per message: the kernel limits the number of descriptors that are not yet received
@@ -50,7 +50,8 @@ _WHOLE_PREFIX: Final = bytes((_WHOLE,))
 _ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(struct.calcsize("i"))
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
-_BACKLOG: Final = 4096  # processes that have connected and are not accepted yet
+BACKLOG: Final = 4096
+"""The number of processes that may have connected and are not accepted yet."""
 # The buffer of the socket or of the kernel is full, or too many descriptors are not yet received.
 _LATER: Final = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))
 _PATIENCE_S: Final = 0.005
@@ -325,7 +326,7 @@ class Listener:
                 f"No socket could be created at {self.path}: {error}. Set TMPDIR to a directory on a local disk that "
                 "you may write to."
             ) from error
-        self._socket.listen(_BACKLOG)
+        self._socket.listen(BACKLOG)
         self._silent: dict[
             int, socket.socket
         ] = {}  # connected peers that have not sent their numbers yet, by descriptor

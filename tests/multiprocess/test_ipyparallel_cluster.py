@@ -18,7 +18,7 @@ from IPython.core.profiledir import ProfileDir
 from IPython.paths import get_ipython_dir
 
 import distnb
-from distnb.cluster.remote import ipyparallel_client
+from distnb.cluster.remote.transports import ipyparallel_client
 from distnb.errors import StartError
 from tests import processes
 from tests.kernel import Notebook, lines_of_each
@@ -158,7 +158,7 @@ def test_a_busy_engine_is_an_error_and_keeps_its_task(client: ipyparallel.Client
 
 
 def test_another_environment_is_an_error(client: ipyparallel.Client) -> None:
-    module = "distnb.cluster.remote.ipyparallel_engine"
+    module = "distnb.cluster.remote.transports.ipyparallel_engine"
     client[0].apply_sync(exec, f"import sys; kept = sys.modules[{module!r}]; sys.modules[{module!r}] = None", {})
     try:
         assert "ipyparallel's engine 0 has no distnb" in start_fails(client, n=1)

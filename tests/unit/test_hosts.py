@@ -23,8 +23,8 @@ from distnb.cluster.remote.base import Found, Hosts, Transport, probe
 from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.remote.hosts import HostOptions, are_workers, make_plan, read_host_options
 from distnb.cluster.remote.node_agent import Assignment
-from distnb.cluster.remote.ray_nodes import RayOptions
-from distnb.cluster.remote.srun import Slurm
+from distnb.cluster.remote.transports.ray_nodes import RayOptions
+from distnb.cluster.remote.transports.srun import Slurm
 from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver, TFConfigClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError, StartError

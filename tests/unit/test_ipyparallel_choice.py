@@ -13,9 +13,9 @@ import pytest
 import distnb
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.remote import hosts as plans
-from distnb.cluster.remote import ipyparallel_cluster
 from distnb.cluster.remote.hosts import HostPlan, make_plan, read_host_options
-from distnb.cluster.remote.ipyparallel_engine import boot_id, network_namespace
+from distnb.cluster.remote.transports import ipyparallel_cluster
+from distnb.cluster.remote.transports.ipyparallel_engine import boot_id, network_namespace
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError, StartError
 

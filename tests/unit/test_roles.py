@@ -11,9 +11,9 @@ import pytest
 import distnb
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan, read_host_options
-from distnb.cluster.remote.mpiexec import MPI
 from distnb.cluster.remote.secret import read_secret, secret_path
 from distnb.cluster.remote.server_client import connect_patience_s
+from distnb.cluster.remote.transports.mpiexec import MPI
 from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.tasks import server_cluster_tasks, tasks_in, tasks_of

@@ -245,7 +245,7 @@ class Daemon:
         _logger.info("%s has connected", who)
         if self._facts is not None and self._cluster is not None:
             hosts = {engine: self._cluster.host(engine) for engine in self._cluster.engines}
-            self._facts = dataclasses.replace(self._facts, hosts=hosts)
+            self._facts = dataclasses.replace(self._facts, engines=len(hosts), hosts=hosts)
         return self._facts
 
     def _on_plan(self, client: _Client, number: int) -> DetachedCluster:
@@ -259,6 +259,7 @@ class Daemon:
         self._facts = DetachedCluster(
             name=self.entry.name,
             directory=self._directory,
+            engines=len(plan.devices),
             hosts=dict(enumerate(plan.hosts)),
             notices=plan.notices,
             keys=self._keys,

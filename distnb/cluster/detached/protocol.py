@@ -40,6 +40,7 @@ class DetachedCluster:
 
     Attributes:
         directory: The cluster's private directory on this machine.
+        engines: The number of engines.
         hosts: The machine of each engine, by engine; "" or missing for this machine.
         notices: The notices for the user before the start.
         keys: The cluster's keys. The notebook that connects is the channels' server.
@@ -53,6 +54,7 @@ class DetachedCluster:
 
     name: str
     directory: Path
+    engines: int
     hosts: Mapping[int, str]
     notices: tuple[str, ...]
     keys: Keys

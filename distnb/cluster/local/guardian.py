@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import select
 import shutil
 import signal
@@ -68,6 +69,13 @@ def end_descriptor(pid: int) -> int:
     return descriptor
 
 
+def _is_readable(descriptor: int, timeout_s: float) -> bool:
+    """Wait until a descriptor is readable. `select` could not wait for one above 1,023."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
+
+
 def _start_time(pid: int) -> bytes | None:
     """Return the start time of a process, or None after its end. A later process of the same pid has another time."""
     try:
@@ -91,6 +99,8 @@ def remove_directory(directory: str) -> None:
 def main(owner: int) -> None:
     """Wait for the end of the owner, then end its processes and remove its directory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one descriptor for each process, however many there are
     owned = _Owned()
     os.set_blocking(0, False)
     poller = select.poll()
@@ -152,11 +162,11 @@ class _Owned:
             self._log(f"the owner has ended; ending {[*self._leaders]}")
         deadline = time.monotonic() + _ENDING_S
         for pid, process in self._leaders.items():
-            if not select.select([process], [], [], 0)[0]:
+            if not _is_readable(process, 0.0):
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
         for process in self._leaders.values():
-            select.select([process], [], [], max(0.0, deadline - time.monotonic()))
+            _is_readable(process, max(0.0, deadline - time.monotonic()))
         if self._directory:
             remove_directory(self._directory)
 

@@ -26,7 +26,9 @@ def die_with(pid: int) -> None:
 
     def wait() -> None:
         with suppress(ProcessLookupError):
-            select.select([end_descriptor(pid)], [], [])
+            poller = select.poll()  # a process with many open files may get a descriptor that `select` cannot wait for
+            poller.register(end_descriptor(pid), select.POLLIN)
+            poller.poll()
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     threading.Thread(target=wait, name=f"distnb-watch-{pid}", daemon=True).start()

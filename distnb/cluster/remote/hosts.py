@@ -15,13 +15,13 @@ from distnb.cluster.local.forking import ThisMachine
 from distnb.cluster.local.launcher import Launcher
 from distnb.cluster.network import listening_address
 from distnb.cluster.remote.base import Found, Hosts, Transport, probe
-from distnb.cluster.remote.ipyparallel_cluster import IPythonParallel, IPythonParallelOptions, count_engines
-from distnb.cluster.remote.mpiexec import MPI
-from distnb.cluster.remote.ray_nodes import RayNodes, RayOptions, usual_number_of_engines
 from distnb.cluster.remote.secret import secret_path
-from distnb.cluster.remote.server_transport import ServerTransport
-from distnb.cluster.remote.srun import Slurm, allotted_nodes, tasks_of_nodes
-from distnb.cluster.remote.ssh import SSH
+from distnb.cluster.remote.transports.ipyparallel_cluster import IPythonParallel, IPythonParallelOptions, count_engines
+from distnb.cluster.remote.transports.mpiexec import MPI
+from distnb.cluster.remote.transports.ray_nodes import RayNodes, RayOptions, usual_number_of_engines
+from distnb.cluster.remote.transports.server_transport import ServerTransport
+from distnb.cluster.remote.transports.srun import Slurm, allotted_nodes, tasks_of_nodes
+from distnb.cluster.remote.transports.ssh import SSH
 from distnb.cluster.resolvers import ClusterResolver, SlurmClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.tasks import server_cluster_tasks

@@ -12,7 +12,7 @@ from distnb.engine.namespace.copied_objects import common_parts, origin_of
 from distnb.engine.namespace.descriptions import own_part, summarise
 from distnb.engine.namespace.engine_namespace import EngineNamespace
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects
-from distnb.engine.threads import share_cores
+from distnb.engine.namespace.shared_cores import share_cores
 from distnb.errors import NamespaceError, StaleHandleError
 from distnb.input.dataset import DistributedDataset, DistributedIterator, sent_to_new_replicas
 from distnb.objects.packing import Packed

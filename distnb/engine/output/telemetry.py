@@ -58,12 +58,14 @@ class Telemetry:
         self._host_nbytes = int(psutil.virtual_memory().total)
         self._accelerator_nbytes: int | None = None
 
-    def sample(self, engine: int, program: int, replica: int, *, whole: bool = False) -> TelemetrySample:
-        """Measure this process, with the events since the latest sample, or with all recorded events if `whole`."""
+    def sample(self, engine: int, program: int, replica: int, *, steps: int | None = None) -> TelemetrySample:
+        """Measure this process, with the events since the latest sample, or with those of the latest `steps`."""
         where, frame = self._where()
-        most = activity.MOST_EVENTS if self.detailed or whole else _FEW_EVENTS
-        events = activity.latest(most, after=0 if whole else self._latest_sent)
-        if not whole:
+        most = _FEW_EVENTS if steps is None and not self.detailed else activity.MOST_EVENTS
+        events = activity.latest(most, after=self._latest_sent if steps is None else 0)
+        if steps is not None:
+            events = activity.of_steps(events, steps)
+        else:
             self._latest_sent = max((event[0] for event in events), default=0) or self._latest_sent
         return TelemetrySample(
             engine=engine,
@@ -81,7 +83,7 @@ class Telemetry:
             machine=self._machine,
             queued_s=_queued_s(),
             processors=len(os.sched_getaffinity(0)),
-            epochs=() if whole else step_count.epochs_begun(),
+            epochs=step_count.epochs_begun() if steps is None else (),
             reading=step_count.reading(),
             host_nbytes=self._host_nbytes,
             accelerator_nbytes=self._accelerator(),

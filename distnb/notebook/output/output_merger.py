@@ -15,6 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from distnb.activity import output_period_s
 from distnb.notebook.output.displays import (
     Area,
     Bundle,
@@ -35,7 +36,8 @@ from distnb.wire.messages import Display, Output
 __all__ = ["HOLD_S", "OutputMerger"]
 
 HOLD_S = 0.15
-"""The longest time for which a line waits for equal lines of other replicas."""
+"""The longest time for which a line waits for equal lines of other replicas, which send theirs every 0.05 seconds.
+Of large teams, which send less often, lines wait longer (`output_period_s`)."""
 
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 _AREA_S = 0.1  # the least time between two drawings of the area
@@ -43,7 +45,9 @@ _CHANGE_S = 0.2  # the least time between two changes of a display
 _PARTIAL_S = 0.4  # the age at which a line without an end is shown
 _LONGEST_LINE = 20_000
 _BURST, _PER_SECOND = 1_000.0, 50  # units that each replica may send at once, and per second; a line is one
+_MOST_AT_ONCE = 8  # all replicas together may send as much as this number of replicas
 _DISPLAY = 20  # units of a display
+_MOST_UNFINISHED = 32  # the number of unfinished lines that are shown
 _TAIL = 20  # the number of omitted lines that are shown when the cell ends, the last ones
 
 
@@ -68,30 +72,34 @@ class _Gate:
     An empty bucket stays shut until it is partly full again. Otherwise a flood would pass one line at a time, each with
     a note about omitted lines.
 
+    Args:
+        replicas: The number of replicas whose output together it limits.
+
     Attributes:
         count: The number of omitted lines and displays since the last note about them.
         tail: The last of these lines.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int = 1) -> None:
         self.count = 0
         self.tail: deque[tuple[Stream, str]] = deque(maxlen=_TAIL)
-        self._level = _BURST
+        self._burst, self._per_second = _BURST * replicas, _PER_SECOND * replicas
+        self._level = self._burst
         self._then = 0.0
         self._shut = False
 
     def admit(self, units: float, now: float) -> bool:
         """Return whether this many units may pass, and take them from the bucket if so."""
-        self._level = min(_BURST, self._level + (now - self._then) * _PER_SECOND)
+        self._level = min(self._burst, self._level + (now - self._then) * self._per_second)
         self._then = now
-        self._shut = units > self._level or (self._shut and self._level < 2 * _PER_SECOND)
+        self._shut = units > self._level or (self._shut and self._level < 2 * self._per_second)
         if not self._shut:
             self._level -= units
         return not self._shut
 
     def cleared(self) -> None:
         """Refill a little after the cell was cleared, since earlier output is no longer shown."""
-        self._level = max(self._level, 2 * _PER_SECOND)
+        self._level = max(self._level, 2 * self._per_second)
         self.count = 0
         self.tail.clear()
 
@@ -109,8 +117,10 @@ class OutputMerger:
         self._total = total
         self._who = who
         self._name = name
-        self._weave: Weave[str | _Slot | Bundle] = Weave(total, HOLD_S if total > 1 else 0.0)
+        hold_s = HOLD_S * output_period_s(total) / output_period_s(1)
+        self._weave: Weave[str | _Slot | Bundle] = Weave(total, hold_s if total > 1 else 0.0)
         self._screens: dict[tuple[int, Stream], Screen] = {}
+        self._unfinished: set[tuple[int, Stream]] = set()  # the screens with unfinished lines
         self._slots: list[_Slot] = []  # the slots that are shown
         self._figures: _Slot | None = None  # the last slot, while it can still receive figures of other replicas
         self._named: defaultdict[int, dict[str, _Slot]] = defaultdict(dict)  # by replica, and by its own names
@@ -122,6 +132,8 @@ class OutputMerger:
         self._area: tuple[str, ...] = ()
         self._area_drawn = 0.0
         self._gates: defaultdict[int, _Gate] = defaultdict(_Gate)  # by replica
+        # The gate of merged lines. Fewer replicas are limited by their own gates.
+        self._gate = _Gate(_MOST_AT_ONCE) if total > _MOST_AT_ONCE else None
 
     # -- events in -------------------------------------------------------------------------------------------------
 
@@ -132,16 +144,24 @@ class OutputMerger:
         if isinstance(event, Display):
             self._feed_display(event, now)
             return
-        screen = self._screens.setdefault((event.replica, event.stream), Screen())
-        self._add_lines(event.replica, event.stream, screen.feed(event.text, now), now)
+        key = event.replica, event.stream
+        screen = self._screens.get(key)
+        if screen is None:
+            screen = self._screens[key] = Screen()
+        self._add_lines(*key, screen.feed(event.text, now), now)
         if len(screen.rows[-1]) > _LONGEST_LINE:
-            self._add_lines(event.replica, event.stream, screen.finish(), now)
+            self._add_lines(*key, screen.finish(), now)
+        if screen.open:
+            self._unfinished.add(key)
+        else:
+            self._unfinished.discard(key)
 
     def break_off(self, replica: int, now: float) -> None:
         """Finish the unfinished lines of a replica that pauses."""
         for stream in _STREAMS:
             if (replica, stream) in self._screens:
                 self._add_lines(replica, stream, self._screens[replica, stream].finish(), now)
+                self._unfinished.discard((replica, stream))
 
     def ended(self, replica: int, now: float) -> None:
         """Finish the unfinished lines of a replica that will write no more, and stop waiting for it."""
@@ -165,8 +185,7 @@ class OutputMerger:
     def _note_omitted(self, replica: int, but: int, now: float) -> None:
         gate = self._gates[replica]
         if gate.count > but:
-            what = f"{gate.count - but:,} of the lines and displays, too many for a notebook"
-            self._add_line(replica, "stdout", f"… left out: {what}. `%distnb output` shows all lines.", now)
+            self._add_line(replica, "stdout", _omitted(gate.count - but), now)
         gate.count = 0
         gate.tail.clear()
 
@@ -180,6 +199,8 @@ class OutputMerger:
         bundle = Bundle.of(event.data, event.metadata)
         if event.clear != "no":
             self._gates[replica].cleared()
+            if self._gate is not None:
+                self._gate.cleared()
             self._weave.add(("clear", event.clear), replica, "", now)
         elif event.update:
             slot = self._named[replica].get(str(name))
@@ -231,7 +252,7 @@ class OutputMerger:
             self._weave.empty
             and not self._area
             and not any(slot.dirty for slot in self._slots)
-            and not any(screen.open for screen in self._screens.values())
+            and not self._unfinished
         )
 
     def collect(self, now: float, *, final: bool = False, held: bool = True) -> list[Instruction]:
@@ -241,15 +262,20 @@ class OutputMerger:
             final: Whether to hold nothing back, because the cell ends.
             held: Whether to hold back lines of which other replicas may still write equal ones.
         """
-        for key, screen in list(self._screens.items()):
-            if screen.drawn and screen.open:
+        for key in sorted(self._unfinished):
+            screen = self._screens[key]
+            if screen.drawn:
                 self._add_lines(*key, screen.pop_finished(now), now)
+                if not screen.open:
+                    self._unfinished.discard(key)
         if final:
             for replica in range(self._total):
                 self.ended(replica, now)
         out: list[Instruction] = []
         for entry in self._weave.release(now, final=final or not held):
             self._release(entry, out, now)
+        if final:
+            self._show_omitted(out, _TAIL)
         for slot in self._slots:
             if slot.dirty and (final or slot.shown is None or now - slot.changed >= _CHANGE_S):
                 self._draw(slot, out, now)
@@ -268,7 +294,13 @@ class OutputMerger:
         if isinstance(content, str):
             prefix = mark(entry.replicas, self._who) + " " if self._total > 1 else ""
             text = prefix + content.replace("\n", "\n" + " " * len(prefix)) + "\n"
-            _print(out, "stderr" if entry.key[0] == "stderr" else "stdout", text)
+            stream: Stream = "stderr" if entry.key[0] == "stderr" else "stdout"
+            if self._gate is None or self._gate.admit(1 + len(text) / 500, now):
+                self._show_omitted(out, 0)
+                _print(out, stream, text)
+            else:
+                self._gate.count += 1
+                self._gate.tail.append((stream, text))
         elif isinstance(content, _Slot):
             if content not in self._slots:
                 self._slots.append(content)
@@ -283,6 +315,18 @@ class OutputMerger:
             if len(entry.replicas) < self._total:
                 _print(out, "stdout", f"{mark(entry.replicas, self._who)}\n")
             out.append(Show(self._new_name(), content))
+
+    def _show_omitted(self, out: list[Instruction], count: int) -> None:
+        """Show a note about the merged lines that were omitted, and the last `count` of these."""
+        if self._gate is None or not self._gate.count:
+            return
+        tail = [*self._gate.tail][-count:] if count else []
+        if self._gate.count > len(tail):
+            _print(out, "stdout", _omitted(self._gate.count - len(tail)) + "\n")
+        for stream, text in tail:
+            _print(out, stream, text)
+        self._gate.count = 0
+        self._gate.tail.clear()
 
     def _close_figures(self, out: list[Instruction], now: float) -> None:
         """End the row of figures side by side: later output is shown below it."""
@@ -318,14 +362,23 @@ class OutputMerger:
         if not final and now - self._area_drawn < _AREA_S:
             return
         by_text: dict[str, list[int]] = {}
-        for (replica, _), screen in sorted(self._screens.items()):
-            if not final and screen.open and (screen.drawn or now - screen.since >= _PARTIAL_S):
+        for replica, stream in () if final else sorted(self._unfinished):
+            screen = self._screens[replica, stream]
+            if screen.drawn or now - screen.since >= _PARTIAL_S:
                 for row in filter(None, (row.rstrip() for row in screen.rows)):
                     by_text.setdefault(row[-500:], []).append(replica)
-        lines = tuple(f"{mark(who, self._who)} {row}" if self._total > 1 else row for row, who in by_text.items())
+        shown = [f"{mark(who, self._who)} {row}" if self._total > 1 else row for row, who in by_text.items()]
+        lines = tuple(shown[:_MOST_UNFINISHED])
+        if len(shown) > _MOST_UNFINISHED:
+            lines += (f"… and {len(shown) - _MOST_UNFINISHED:,} more unfinished lines",)
         if lines != self._area:
             self._area, self._area_drawn = lines, now
             out.append(Area(lines))
+
+
+def _omitted(count: int) -> str:
+    what = f"{count:,} of the lines and displays, too many for a notebook"
+    return f"… left out: {what}. `%distnb output` shows all lines."
 
 
 def _print(out: list[Instruction], stream: Stream, text: str) -> None:

@@ -46,8 +46,9 @@ class GiveUpOn:
 Order = EndProgram | GiveUpOn
 
 _SHOWN = 8  # the number of programs, the oldest, that the story names. Hundreds are under way if calls are pipelined.
+_SHOWN_ENGINES = 16  # the number of engines that the story names of each: every engine's report is a transition
 
-_State = tuple[dict[int, tuple[int, ...]], int, dict[int, int], tuple[int, ...]]
+_State = tuple[dict[int, tuple[tuple[int, ...], int]], int, dict[int, int], tuple[int, ...]]
 
 
 @dataclass
@@ -77,16 +78,19 @@ class Supervision(StateMachine):
         """Return the state in brief.
 
         Returns:
-            The engines that have not reported, by program, for the oldest programs; the number of other programs; the
-            program of each stuck engine; and the dead engines.
+            Some engines that have not reported and the number of all of them, by program, for the oldest programs; the
+            number of other programs; the program of each stuck engine; and the dead engines.
         """
-        oldest = {number: (*program.waiting,) for number, program in islice(self._programs.items(), _SHOWN)}
+        oldest = {
+            number: ((*islice(program.waiting, _SHOWN_ENGINES),), len(program.waiting))
+            for number, program in islice(self._programs.items(), _SHOWN)
+        }
         return oldest, len(self._programs) - len(oldest), self.stuck.copy(), (*self._dead,)
 
     def in_words(self, state: _State) -> str:
         """Return a state of `state()` as text."""
         waiting, others, stuck, dead = state
-        parts = [f"program {program} on {', '.join(map(str, engines))}" for program, engines in waiting.items()]
+        parts = [_program_in_words(number, *engines) for number, engines in waiting.items()]
         parts += [f"{others} more programs"] if others else []
         parts += [f"engine {engine} stuck in {program}" for engine, program in stuck.items()]
         parts += [f"engine {engine} dead" for engine in dead]
@@ -189,6 +193,15 @@ class Supervision(StateMachine):
         current = self._programs.get(program)
         return frozenset(current.waiting) if current else frozenset()
 
+    def follows(self, program: int) -> bool:
+        """Return whether an engine has not reported on a program."""
+        return program in self._programs
+
     def _forget_finished(self, number: int) -> None:
         if not self._programs[number].waiting:
             del self._programs[number]
+
+
+def _program_in_words(number: int, engines: tuple[int, ...], count: int) -> str:
+    more = f" and {count - len(engines)} more engines" if count > len(engines) else ""
+    return f"program {number} on {', '.join(map(str, engines))}{more}"

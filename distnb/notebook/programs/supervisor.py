@@ -189,8 +189,8 @@ class Supervisor:
         self._ask(engines, DumpStacks(), answers, timeout_s)
         return found
 
-    def ask_activity(self, engines: Iterable[int], timeout_s: float) -> list[TelemetrySample]:
-        """Return samples of each engine's latest activity, with all events; without engines that have not computed."""
+    def ask_activity(self, engines: Iterable[int], steps: int, timeout_s: float) -> list[TelemetrySample]:
+        """Return samples of each engine's latest steps, with all events; without engines that have not computed."""
         found: list[TelemetrySample] = []
 
         def answers(event: Any) -> bool:
@@ -198,7 +198,7 @@ class Supervisor:
                 found.append(event.sample)
             return isinstance(event, Activity)
 
-        self._ask(engines, DumpActivity(), answers, timeout_s)
+        self._ask(engines, DumpActivity(steps), answers, timeout_s)
         return found
 
     def ask_log(self, engines: Iterable[int], timeout_s: float) -> dict[int, Mapping[str, str]]:
@@ -254,7 +254,7 @@ class Supervisor:
     def wait_ended(self, program: int, timeout_s: float) -> bool:
         """Wait until all output of a program has been published. Return False if that took too long."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._state.waiting_for(program), timeout_s)
+            return self._changed.wait_for(lambda: not self._state.follows(program), timeout_s)
 
     def close(self) -> None:
         """End the thread."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distnb.notebook.output.wording import mark, short_number
-from distnb.notebook.views.curves import MOST_LINES, Curve, Line, Point, apart, mean_points
+from distnb.notebook.views.curves import MOST_IN_MEAN, MOST_LINES, Curve, Line, Point, apart, mean_points
 from distnb.notebook.views.live_model import LiveModel
 from distnb.notebook.views.runs import Run
 
@@ -24,8 +24,8 @@ class Series(NamedTuple):
     """A line of a chart.
 
     Attributes:
-        label: The replicas or the run that the line shows: "[0-1]", "[3]", "mean of 16", or a run's name. It is "" with
-            one replica and one run.
+        label: The replicas or the run that the line shows: "[0-1]", "[3]", "mean of 16", "mean of 64 of 256", or a
+            run's name. It is "" with one replica and one run.
         color: The index of its colour in `COLORS`.
         lines: The replicas' lines that it combines. Several lines are drawn as their mean, in the band that they fill.
         thick: True if it represents all replicas.
@@ -96,7 +96,7 @@ def _of_replicas(curve: Curve, total: int) -> list[Series]:
     shown = curve.shown()
     if len(shown) > MOST_LINES:
         far = apart(curve.lines)
-        crowd = Series(label=f"mean of {len(shown)}", color=0, lines=dict(sorted(curve.lines.items())), thick=True)
+        crowd = _crowd(curve)
         return [
             crowd,
             *(Series(label=mark([r]), color=1 + i, lines={r: curve.lines[r]}, thick=False) for i, r in enumerate(far)),
@@ -110,6 +110,15 @@ def _of_replicas(curve: Curve, total: int) -> list[Series]:
         )
         for replicas, line in shown.items()
     ]
+
+
+def _crowd(curve: Curve) -> Series:
+    """Return the mean of all replicas, or of some that are evenly distributed among very many."""
+    replicas, whose = sorted(curve.lines), f"mean of {len(curve.lines)}"
+    if len(replicas) > MOST_IN_MEAN:
+        whose = f"mean of {MOST_IN_MEAN} of {len(replicas):,}"
+        replicas = [replicas[place * len(replicas) // MOST_IN_MEAN] for place in range(MOST_IN_MEAN)]
+    return Series(label=whose, color=0, lines={replica: curve.lines[replica] for replica in replicas}, thick=True)
 
 
 def facts(curve: Curve) -> str:

@@ -14,7 +14,18 @@ from typing import NamedTuple
 
 from distnb.notebook.output.wording import ranges, short_number
 
-__all__ = ["MOST_KEPT", "MOST_LINES", "MOST_POINTS", "Curve", "Line", "Point", "ValueHistory", "apart", "mean_points"]
+__all__ = [
+    "MOST_IN_MEAN",
+    "MOST_KEPT",
+    "MOST_LINES",
+    "MOST_POINTS",
+    "Curve",
+    "Line",
+    "Point",
+    "ValueHistory",
+    "apart",
+    "mean_points",
+]
 
 MOST_POINTS = 1_000
 """The maximum number of points of a line. Beyond it, neighbours are joined, with their least and greatest value."""
@@ -24,6 +35,9 @@ MOST_KEPT = 100_000
 
 MOST_LINES = 8
 """The maximum number of replicas' lines that a reader can distinguish. More are drawn as their mean, in a band."""
+
+MOST_IN_MEAN = 64
+"""The maximum number of replicas' lines in a drawn mean, all points of which are sent to the page."""
 
 Point = tuple[float, float, float, float]
 """A step, its value, and the least and greatest finite value of all steps that the point represents."""
@@ -219,23 +233,29 @@ class Curve:
     lines: dict[int, Line] = field(default_factory=dict)
     differs: bool = False
     _turns: Counter[int] = field(default_factory=Counter)  # the number of values by replica
-    _open: dict[int, tuple[float, float]] = field(default_factory=dict)  # turns that some replica has not reached yet
+    # The turns that some replica has not reached yet: their step and value, and the number of replicas that have.
+    _open: dict[int, tuple[float, float, int]] = field(default_factory=dict)
 
     def add(self, replica: int, step: float, value: float, total: int, seconds: float = 0.0) -> None:
         """Add a value of a replica."""
-        self.lines.setdefault(replica, Line()).add(step, value, seconds)
+        line = self.lines.get(replica)
+        if line is None:
+            line = self.lines[replica] = Line()
+        line.add(step, value, seconds)
         if self.differs:
             return
         self._turns[replica] += 1
         turn = self._turns[replica]
-        there, known = self._open.setdefault(turn, (step, value))
+        there, known, reached = self._open.get(turn, (step, value, 0))
         self.differs = there != step or (known != value and not (math.isnan(known) and math.isnan(value)))
         if self.differs:
             self._open.clear()
-        elif len(self._turns) == total and turn <= min(self._turns.values()):
-            del self._open[turn]
-        elif len(self._open) > _MOST_OPEN:
-            del self._open[next(iter(self._open))]
+        elif reached + 1 >= total:
+            self._open.pop(turn, None)
+        else:
+            self._open[turn] = there, known, reached + 1
+            if len(self._open) > _MOST_OPEN:
+                del self._open[next(iter(self._open))]
 
     def shown(self) -> dict[tuple[int, ...], Line]:
         """Return the lines to draw, each with the replicas that it represents."""

@@ -126,6 +126,7 @@ class LiveModel:
         self._begun: dict[int, int] = {}  # like `epochs`, but with the numbers of the datasets' own iterations
         self.reading: step_count.Reading | None = None
         self.rows: dict[int, ReplicaRow] = {}
+        self._rows_of: defaultdict[int, dict[int, ReplicaRow]] = defaultdict(dict)  # by engine, the rows by replica
         self.closures: ClosuresModel | None = None
         self.timeline = TimelineModel()
         self.waits = WaitsModel()
@@ -279,13 +280,12 @@ class LiveModel:
         return "interrupted" if any(row.state == "interrupted" for row in self.rows.values()) else "failed"
 
     def _replica_ended(self, event: ProgramEnded | Died) -> None:
-        for row in self.rows.values():
-            if row.engine == event.engine:
-                self.waits.ended([row.replica])
-                if isinstance(event, Died):
-                    row.state, row.where = "died", event.exit_status
-                else:
-                    row.state, row.where = _ENDS[event.status], event.where or row.where
+        for row in self._rows_of[event.engine].values():
+            self.waits.ended([row.replica])
+            if isinstance(event, Died):
+                row.state, row.where = "died", event.exit_status
+            else:
+                row.state, row.where = _ENDS[event.status], event.where or row.where
 
     def _row(self, replica: int, engine: int) -> ReplicaRow:
         if self.state == "starting":
@@ -293,7 +293,7 @@ class LiveModel:
         row = self.rows.get(replica)
         if row is None:
             row = self.rows[replica] = ReplicaRow(replica=replica, engine=engine, device=self._devices.get(engine, ""))
-        row.engine = engine
+        self._rows_of[engine][replica] = row
         return row
 
     @property

@@ -42,7 +42,10 @@ class Run:
 
     def curve(self, name: str) -> Curve:
         """Return the curve of this name, created if it does not exist."""
-        return self.curves.setdefault(name, Curve(name=name))
+        curve = self.curves.get(name)
+        if curve is None:
+            curve = self.curves[name] = Curve(name=name)
+        return curve
 
     def __len__(self) -> int:
         return sum(len(line.record) for curve in self.curves.values() for line in curve.lines.values())

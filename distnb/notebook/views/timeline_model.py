@@ -14,11 +14,12 @@ is communication. Replica 1 is the straggler if the others wait for it most of t
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from distnb.activity import MOST_EVENTS, Event
 from distnb.notebook.output.wording import cell_place
@@ -39,6 +40,8 @@ _ABOVE: Final = ("waiting", "communication", "input", "compute")  # of several a
 
 _STEPS = 10  # the number of latest steps
 _MOST_OFFSETS = 200
+_MOST_EVENTS = 32 * MOST_EVENTS  # of all replicas
+_LEAST_EVENTS = 512  # of each replica, of however many
 _HELD_UP = 0.1  # the least share of the time in which the others wait for a straggler
 _FOR_ONE = 2 / 3  # the least share of all waiting that is for a straggler
 _QUEUED = 0.1  # the least share of the time without a processor that is reported
@@ -115,34 +118,56 @@ class _Track:
     def __init__(self) -> None:
         self.machine = ""
         self.processors = 0
-        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self.events: deque[tuple[Any, ...]] = deque()
         self.newest = 0
         self.now = 0.0  # the time until which all events are known
         self.began: float | None = None  # the beginning of the running program
         self.steps_before = 0
         self.queued: deque[tuple[float, float]] = deque(maxlen=64)  # the sample's time, seconds queued so far
 
-    def feed(self, sample: TelemetrySample) -> None:
-        events = [Event._make(event) for event in sample.events]
-        if not events:
+    def feed(self, sample: TelemetrySample, most: int) -> None:
+        """Apply a sample, and keep at most so many events."""
+        if not sample.events:
             return
         self.machine, self.processors = sample.machine, sample.processors
-        self.began = events[-1].begin if events[-1].serial == 0 else None
-        self.now = events[-1].end
+        latest = Event._make(sample.events[-1])
+        self.began = latest.begin if latest.serial == 0 else None
+        self.now = latest.end
         if sample.queued_s is not None:
             self.queued.append((self.now, sample.queued_s))
-        serials = [event.serial for event in events if event.serial]
+        events = sample.events if latest.serial else sample.events[:-1]
+        serials = [event[0] for event in events]
         if serials and (serials[0] > self.newest + 1 or serials[-1] < self.newest):
             self.events.clear()  # after a gap, or if a new process has replaced the engine's
             self.newest = 0
-        self.events.extend(event for event in events if event.serial > self.newest)
+        # As the plain tuples that arrived: most are never looked at.
+        self.events.extend(
+            events if serials and serials[0] > self.newest else (e for e in events if e[0] > self.newest)
+        )
         self.newest = max(self.newest, *serials, 0)
+        while len(self.events) > most:
+            self.events.popleft()
+
+    def latest(self, since: float, ahead_s: float) -> list[Event]:
+        """Return the events that ended since a time, and the running program, with times of the first replica's clock.
+
+        Args:
+            since: The time, by the first replica's clock.
+            ahead_s: The time by which this replica's clock is ahead of it.
+        """
+        newest_first = map(Event._make, reversed(self.events))
+        # Events are recorded when they end.
+        found = list(itertools.takewhile(lambda event: event.end >= since + ahead_s, newest_first))
+        found.reverse()
+        if self.began is not None:
+            found.append(Event(serial=0, kind="program", begin=self.began, end=self.now))
+        return [_moved(event, -ahead_s) for event in found] if ahead_s else found
 
     @property
     def since(self) -> float:
         """The time from which on all events are known."""
         if self.events:
-            first = self.events[0]
+            first = Event._make(self.events[0])
             return first.begin if first.serial == 1 else first.end
         return self.now if self.began is None else self.began
 
@@ -167,13 +192,15 @@ class TimelineModel:
     def __init__(self) -> None:
         self._tracks: dict[int, _Track] = {}
         self._known: Spent | None = None
-        self._computed_at = 0.0  # the time of the samples when `known` last computed
+        self._samples = 0  # the number of samples
+        self._computed_at = 0, 0.0  # the number of samples, and the time of the latest, when `known` last computed
 
     def feed(self, sample: TelemetrySample, steps_before: int = 0) -> None:
         """Apply a sample of a replica, and ignore its first `steps_before` steps."""
         track = self._tracks.setdefault(sample.replica, _Track())
         track.steps_before = steps_before
-        track.feed(sample)
+        track.feed(sample, max(_LEAST_EVENTS, min(MOST_EVENTS, _MOST_EVENTS // len(self._tracks))))
+        self._samples += 1
 
     @property
     def replicas(self) -> list[int]:
@@ -188,17 +215,16 @@ class TimelineModel:
         if latest is None:
             return None
         events, begin, end, count = latest
-        pieces = self._pieces(events, begin, end)
+        last = _last_arrivals(events)
         seconds = {replica: dict.fromkeys(KINDS, 0.0) for replica in self.replicas}
-        for piece in pieces:
+        for piece in _pieces(events, last, begin, end):
             seconds[piece.replica][piece.kind] += piece.end - piece.begin
         queued = {}
-        for replica in self.replicas:
-            offset = self._offset(replica)
+        for replica, offset in self._offsets().items():
             share = self._tracks[replica].queued_share(begin + offset, end + offset)
             if share is not None:
                 queued[replica] = share
-        straggler = _straggler(events, seconds, begin, end)
+        straggler = _straggler(events, last, seconds, begin, end)
         return Spent(
             begin=begin,
             end=end,
@@ -219,9 +245,10 @@ class TimelineModel:
             every_s: Return the last result if it was computed less than this before the latest sample.
         """
         latest = max((track.now for track in self._tracks.values()), default=0.0)
-        if self._known is not None and latest - self._computed_at < every_s:
+        samples, computed_at = self._computed_at
+        if samples == self._samples or (self._known is not None and latest - computed_at < every_s):
             return self._known
-        self._computed_at = latest
+        self._computed_at = self._samples, latest
         spent = self.spent() if self._tracks else None
         if spent is not None and spent.steps >= least:
             self._known = spent
@@ -233,13 +260,15 @@ class TimelineModel:
         if latest is None:
             return [], []
         events, begin, end, _ = latest
-        return self._pieces(events, begin, end), [each for each in self._step_ends(events) if begin <= each[0] <= end]
+        ends = [each for each in self._step_ends() if begin <= each[0] <= end]
+        return list(_pieces(events, _last_arrivals(events), begin, end)), ends
 
-    def _step_ends(self, events: Mapping[int, list[Event]]) -> list[tuple[float, int]]:
+    def _step_ends(self) -> list[tuple[float, int]]:
         """Return the ends of the first replica's steps: (time, number)."""
-        before = self._tracks[self._first].steps_before
-        steps = [(each.end, each.number) for each in events[self._first] if each.kind == "step"]
-        return [(at, number - before) for at, number in steps if number > before]
+        first = self._tracks[self._first]
+        events = map(Event._make, first.events)
+        steps = [(each.end, each.number) for each in events if each.kind == "step"]
+        return [(at, number - first.steps_before) for at, number in steps if number > first.steps_before]
 
     @property
     def _first(self) -> int:
@@ -253,58 +282,56 @@ class TimelineModel:
         fullest = max(machines.values(), key=len)
         return min(track.processors for track in fullest), len(fullest)
 
-    def _events(self) -> dict[int, list[Event]]:
-        """Return every replica's events by the first replica's clock, including the running program."""
+    def _offsets(self) -> dict[int, float]:
+        """Return the time by which each replica's clock is ahead of the first replica's, in seconds.
+
+        All replicas of a machine share its clock. Monotonic clocks of two machines have nothing in common. A collective
+        in which all replicas wait, however, ends on all of them at once, apart from the transfer, so the median
+        difference of these ends is the offset.
+        """
+        first = self._tracks[self._first]
+        offsets: dict[str, float | None] = {first.machine: 0.0}
+        ends = {_name(event): event.end for event in map(Event._make, first.events) if _is_shared(event)}
+        for track in self._tracks.values():
+            if offsets.get(track.machine) is None:
+                newest_first = map(Event._make, reversed(track.events))
+                shared = (event for event in newest_first if _is_shared(event) and _name(event) in ends)
+                ahead = [event.end - ends[_name(event)] for event in itertools.islice(shared, _MOST_OFFSETS)]
+                offsets[track.machine] = statistics.median(ahead) if ahead else None
         found = {}
         for replica, track in sorted(self._tracks.items()):
-            events = list(track.events)
-            if track.began is not None:
-                events.append(Event(serial=0, kind="program", begin=track.began, end=track.now))
-            offset = self._offset(replica)
-            found[replica] = [_moved(event, -offset) for event in events] if offset else events
+            offset = offsets[track.machine]
+            found[replica] = track.now - first.now if offset is None else offset
         return found
-
-    def _offset(self, replica: int) -> float:
-        """Return the seconds by which a replica's clock is ahead of the first replica's; 0 on the same machine.
-
-        Monotonic clocks of two machines have nothing in common. A collective in which all replicas wait, however, ends
-        on all of them at once, apart from the transfer, so the median difference of these ends is the offset.
-        """
-        first, other = self._tracks[self._first], self._tracks[replica]
-        if first.machine == other.machine:
-            return 0.0
-        ends = {_name(event): event.end for event in first.events if _is_shared(event)}
-        apart = [event.end - ends[_name(event)] for event in other.events if _is_shared(event) and _name(event) in ends]
-        return statistics.median(apart[-_MOST_OFFSETS:]) if apart else other.now - first.now
 
     def _latest_steps(self, steps: int) -> tuple[dict[int, list[Event]], float, float, int] | None:
         """Return the events of the latest steps, the steps' begin and end, and their number."""
-        events = self._events()
-        window = self._window(events, steps)
+        if not self._tracks:
+            return None
+        offsets = self._offsets()
+        window = self._window(offsets, steps)
         if window is None:
             return None
         begin, end, count = window
         since = begin - (end - begin) / max(count, 1)  # one step more: a collective may have ended earlier elsewhere
-        return {at: [event for event in own if event.end >= since] for at, own in events.items()}, begin, end, count
+        events = {replica: self._tracks[replica].latest(since, offset) for replica, offset in offsets.items()}
+        return events, begin, end, count
 
-    def _window(self, events: Mapping[int, list[Event]], steps: int) -> tuple[float, float, int] | None:
+    def _window(self, offsets: Mapping[int, float], steps: int) -> tuple[float, float, int] | None:
         """Return the latest steps that every replica has reported: begin, end and number."""
-        if not events:
-            return None
-        offsets = {replica: self._offset(replica) for replica in events}
         begin = max(track.since - offsets[replica] for replica, track in self._tracks.items())
         end = min(track.now - offsets[replica] for replica, track in self._tracks.items())
-        ends = [at for at, _ in self._step_ends(events) if begin <= at <= end][-steps - 1 :]
+        ends = [at for at, _ in self._step_ends() if begin <= at <= end][-steps - 1 :]
         if len(ends) > 1:
             return ends[0], ends[-1], len(ends) - 1
         return (begin, end, 0) if end > begin else None
 
-    def _pieces(self, events: Mapping[int, list[Event]], begin: float, end: float) -> list[Piece]:
-        arrivals = _arrivals(events)
-        last = {name: max(there.values()) for name, there in arrivals.items() if len(there) > 1}
-        return [
-            piece for replica, own in events.items() for piece in _swept(replica, list(_spans(own, last)), begin, end)
-        ]
+
+def _pieces(
+    events: Mapping[int, list[Event]], last: Mapping[tuple[str, int], tuple[float, int]], begin: float, end: float
+) -> Iterator[Piece]:
+    for replica, own in events.items():
+        yield from _swept(replica, list(_spans(own, last)), begin, end)
 
 
 def _moved(event: Event, by: float) -> Event:
@@ -320,25 +347,33 @@ def _is_shared(event: Event) -> bool:
     return event.kind == "collective" and bool(event.group)
 
 
-def _arrivals(events: Mapping[int, list[Event]]) -> dict[tuple[str, int], dict[int, float]]:
-    """Return the time at which each replica arrived at each collective."""
-    found: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+def _last_arrivals(events: Mapping[int, list[Event]]) -> dict[tuple[str, int], tuple[float, int]]:
+    """Return the last arrival at each collective that several replicas have reported: its time, and the replica."""
+    arrived: dict[tuple[str, int], dict[int, float]] = {}
     for replica, own in events.items():
         for event in own:
             if _is_shared(event):
-                found[_name(event)].setdefault(replica, event.at)
+                arrived.setdefault(_name(event), {}).setdefault(replica, event.at)
+    found = {}
+    for name, there in arrived.items():
+        if len(there) > 1:
+            latest = max(there, key=there.__getitem__)
+            found[name] = there[latest], latest
     return found
 
 
-def _spans(events: list[Event], last: Mapping[tuple[str, int], float]) -> Iterator[tuple[float, float, State, Event]]:
+def _spans(
+    events: Iterable[Event], last: Mapping[tuple[str, int], tuple[float, int]]
+) -> Iterator[tuple[float, float, State, Event]]:
     """Yield a replica's activities with their times, which may overlap.
 
     Args:
-        last: The time at which the last replica arrived at each collective.
+        last: The last arrival at each collective, from `_last_arrivals`.
     """
     for event in events:
         if event.kind == "collective":
-            there = min(max(last.get(_name(event), event.begin), event.begin), event.end)
+            arrived = last[_name(event)][0] if _name(event) in last else event.begin
+            there = min(max(arrived, event.begin), event.end)
             yield event.begin, there, "waiting", event
             yield there, event.end, "communication", event
         elif event.kind == "servers":
@@ -384,17 +419,19 @@ def _swept(replica: int, spans: list[tuple[float, float, State, Event]], begin: 
 
 
 def _straggler(
-    events: Mapping[int, list[Event]], seconds: Mapping[int, Mapping[str, float]], begin: float, end: float
+    events: Mapping[int, list[Event]],
+    last: Mapping[tuple[str, int], tuple[float, int]],
+    seconds: Mapping[int, Mapping[str, float]],
+    begin: float,
+    end: float,
 ) -> Straggler | None:
-    arrivals = _arrivals(events)
     held: defaultdict[int, float] = defaultdict(float)
     others = len(events) - 1
     for own in events.values():
         for event in own:
-            there = arrivals.get(_name(event), {}) if _is_shared(event) and begin < event.end <= end else {}
-            if len(there) > 1:
-                latest = max(there, key=lambda replica: there[replica])
-                held[latest] += max(0.0, min(there[latest], event.end) - event.begin) / others
+            if begin < event.end <= end and _is_shared(event) and _name(event) in last:
+                at, latest = last[_name(event)]
+                held[latest] += max(0.0, min(at, event.end) - event.begin) / others
     if not held:
         return None
     slowest = max(held, key=lambda replica: held[replica])

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Counts", "drop", "inherit", "inherited", "is_any_here", "note_copy"]
+__all__ = ["MetricCounts", "drop", "inherit", "inherited", "is_any_here", "note_copy"]
 
 _ATTRIBUTE = "_distnb_inherited"
 _heirs = WeakIdKeyDictionary()
 
 
-class Counts(NamedTuple):
+class MetricCounts(NamedTuple):
     """The counts of one replica.
 
     Attributes:
@@ -33,13 +33,13 @@ class Counts(NamedTuple):
     attributes: Mapping[str, Any]
 
 
-def inherited(metric: Any) -> list[Counts]:
+def inherited(metric: Any) -> list[MetricCounts]:
     """Return the counts that a metric has inherited."""
-    found: list[Counts] = vars(metric).get(_ATTRIBUTE, [])
+    found: list[MetricCounts] = vars(metric).get(_ATTRIBUTE, [])
     return found
 
 
-def inherit(metric: Any, counts: Sequence[Counts]) -> None:
+def inherit(metric: Any, counts: Sequence[MetricCounts]) -> None:
     """Add counts to those that a metric has inherited, and set the attributes that the metric lacks."""
     if not counts:
         return

@@ -25,7 +25,7 @@ from distnb.compat.torchmetrics_internals import default_states, updates
 from distnb.errors import ContextError
 from distnb.runtime import contexts
 from distnb.runtime.scopes import inherited_counts
-from distnb.runtime.scopes.inherited_counts import Counts
+from distnb.runtime.scopes.inherited_counts import MetricCounts
 from distnb.runtime.scopes.metric_names import add_names
 from distnb.runtime.servers.here import servers_here
 from distnb.runtime.this_process import this_process
@@ -250,12 +250,12 @@ def _combine(metric: Any) -> bool:
     return True
 
 
-def counts_of(metric: Any) -> list[Counts]:
+def counts_of(metric: Any) -> list[MetricCounts]:
     """Return this process's counts of a metric, on the host: its own, if there are any, and those it has inherited."""
     if is_untouched(metric):
         return inherited_counts.inherited(metric)
     states = map_structure(_on_host, states_of(metric))
-    return [Counts(updates(metric), states, _attributes(metric)), *inherited_counts.inherited(metric)]
+    return [MetricCounts(updates(metric), states, _attributes(metric)), *inherited_counts.inherited(metric)]
 
 
 def states_of(metric: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ REQUEST: Final = "distnb_request"
 
 _SOONEST_S = 0.2
 _PERIOD_S = 1.0
+_SHARE = 0.05  # the largest share of a processor that snapshots take: those of hundreds of engines come less often
 _KEPT_MARKS = 100
 
 
@@ -75,13 +76,14 @@ class SidePanel:
         while True:
             self._wake.wait(_PERIOD_S if self._front.busy or self._doing else None)
             self._wake.clear()
+            began = time.thread_time()
             try:
                 self._publish()
             except Exception:  # noqa: BLE001  (an error must not end the thread)
                 if not self._has_printed_error:
                     self._has_printed_error = True
                     traceback.print_exc(file=sys.__stderr__)
-            time.sleep(_SOONEST_S)
+            time.sleep(max(_SOONEST_S, (time.thread_time() - began) / _SHARE))
 
     def _publish(self) -> None:
         state = self.state()

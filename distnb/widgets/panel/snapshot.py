@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import DistnbError
-from distnb.notebook.output.wording import mark
+from distnb.notebook.output.wording import mark, ranges
+from distnb.notebook.views.crowds import MOST_SHOWN
 from distnb.notebook.views.live_model import Curve, Line, LiveModel, ReplicaRow
 from distnb.widgets.content import closures_lines, head
 
@@ -54,10 +55,19 @@ def snapshot(
 
 
 def mark_of(model: LiveModel) -> dict[str, Any] | None:
-    """Return a cell's mark: its strategy, its state, and the states of its replicas; None for an ordinary cell."""
+    """Return a cell's mark: its strategy, its state, and the states of its replicas; None for an ordinary cell.
+
+    Many replicas are listed by state.
+    """
     if not (model.title or model.rows):
         return None
-    rows = [f"{replica} on {row.device}: {row.state}" for replica, row in sorted(model.rows.items())]
+    if len(model.rows) <= MOST_SHOWN:
+        rows = [f"{replica} on {row.device}: {row.state}" for replica, row in sorted(model.rows.items())]
+    else:
+        states: dict[str, list[int]] = {}
+        for replica, row in model.rows.items():
+            states.setdefault(row.state, []).append(replica)
+        rows = [f"{', '.join(ranges(replicas))}: {state}" for state, replicas in states.items()]
     return {"title": model.title, "state": model.state, "replicas": rows}
 
 

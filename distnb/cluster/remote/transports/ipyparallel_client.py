@@ -20,7 +20,7 @@ from distnb.errors import OptionError, StartError
 
 __all__ = ["EngineRequests", "check_cluster", "connected"]
 
-_ENGINE_MODULE = "distnb.cluster.remote.ipyparallel_engine"
+_ENGINE_MODULE = "distnb.cluster.remote.transports.ipyparallel_engine"
 _CONNECT_S = 10.0
 _ABORT_S = 2.0
 _PLACE_S = 30.0

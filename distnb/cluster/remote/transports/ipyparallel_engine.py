@@ -1,7 +1,7 @@
 """The server next to an ipyparallel engine, and the functions that the notebook calls in that engine.
 
-`describe` reports the engine's machine, and `start_server` starts `python -m distnb.cluster.remote.ipyparallel_engine`.
-That process runs a `Server`, as `distnb worker` does:
+`describe` reports the engine's machine, and `start_server` starts this module as a program. That process runs a
+`Server`, as `distnb worker` does:
 
     ipyparallel engine ── starts ──▶ server ──▶ node agent ──▶ distnb's engine
                                        └── stays connected to the notebook

@@ -21,7 +21,7 @@ from distnb.notebook.engines import Engines
 from distnb.notebook.handles.handle import HANDLES, change_kind, state_of_handle
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.namespace.user_names import user_names
-from distnb.notebook.saved_names import SavedNames
+from distnb.notebook.reconnecting.saved_names import SavedNames
 from distnb.notebook.session_part import Ask
 from distnb.topology import Team
 from distnb.values import Mirrored

@@ -33,9 +33,9 @@ from distnb.cluster.local.run_directory import RunDirectory
 from distnb.cluster.network import listening_address
 from distnb.cluster.process_environment import PYTHON_MODULE
 from distnb.cluster.remote.base import Transport, check_versions
-from distnb.cluster.remote.ipyparallel_client import EngineRequests, check_cluster, connected
-from distnb.cluster.remote.ipyparallel_engine import ENGINE_ENDED, boot_id, network_namespace
 from distnb.cluster.remote.secret import write_keys
+from distnb.cluster.remote.transports.ipyparallel_client import EngineRequests, check_cluster, connected
+from distnb.cluster.remote.transports.ipyparallel_engine import ENGINE_ENDED, boot_id, network_namespace
 from distnb.cluster.worker_placement import is_loopback, split_address
 from distnb.errors import OptionError, StartError
 

@@ -1,0 +1,128 @@
+"""The launcher of simulated engines, and the plan of a cluster of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from distnb.cluster.connection import Connection, connection_path
+from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher
+from distnb.cluster.local.processes import Processes
+from distnb.cluster.package_versions import installed_packages
+from distnb.cluster.process_environment import import_environment
+from distnb.cluster.remote.hosts import HostPlan
+from distnb.notebook import engine_owners
+from distnb.topology import Device
+
+__all__ = ["SimulatedMachines", "SimulatedPlan", "replace_engines", "replacing_engines"]
+
+_PER_MACHINE = 8
+
+
+class SimulatedMachines(Launcher):
+    """The launcher of simulated engines, in a few processes of this machine.
+
+    Args:
+        machines: The name of each engine's machine; empty for this machine.
+        processes: The number of processes.
+    """
+
+    has_controller = False
+    patience_s = 2.0
+
+    def __init__(self, machines: Sequence[str], processes: int) -> None:
+        self._machines = dict(enumerate(machines))
+        self._count = processes
+
+    def launch(
+        self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
+    ) -> None:
+        """Start the processes, each with an equal share of the engines."""
+        for number in range(min(self._count, len(orders))):
+            self._start(orders[number :: self._count], processes, launched, ended)
+
+    def _start(
+        self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
+    ) -> None:
+        def process_ended(pid: int, words: str, expected: bool) -> None:
+            for order in orders:
+                ended(order.engine, pid, words, expected)
+
+        engines = [(order.engine, self.host(order.engine)) for order in orders]
+        with processes.changed, open(orders[0].log, "ab") as log:
+            process = processes.start(
+                [sys.executable, "-m", "benchmarks.simulated_engines", str(connection_path(processes.directory))],
+                process_ended,
+                env={**import_environment(), "PYTHONHASHSEED": "0"},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+            assert process.stdin is not None
+            with process.stdin as orders_file:
+                orders_file.write(json.dumps(engines).encode())
+            for order in orders:
+                launched(order.engine, process.pid)
+
+    def host(self, engine: int) -> str:
+        """Return the name of an engine's machine, or "" for this one."""
+        return self._machines.get(engine, "")
+
+    def add(self, engine: int, device: Device, host: str) -> None:
+        """Add an engine, which the next launch may start."""
+        self._machines[engine] = host
+
+    def remove(self, engine: int) -> None:
+        """Forget an engine that has been ended."""
+        self._machines.pop(engine, None)
+
+
+@dataclass(frozen=True)
+class SimulatedPlan(HostPlan):
+    """The plan of a cluster of simulated engines, in `processes` processes."""
+
+    processes: int = 2
+
+    def launcher(self, connection: Connection) -> Launcher:
+        """Return the launcher of the cluster."""
+        return SimulatedMachines(self.hosts, self.processes)
+
+
+def replace_engines(*, remote: bool, processes: int = 2) -> Callable[[], None]:
+    """Simulate the engines of clusters that this process starts from now on. Return the function that ends this.
+
+    Args:
+        remote: Whether the engines are reached as on other machines, over TCP, or through UNIX sockets. There are eight
+            engines on each machine.
+        processes: The number of processes that simulate engines.
+    """
+    names = vars(engine_owners)  # where the function that plans a cluster is looked up
+    before = names["make_plan"]
+
+    def make_plan(options: Any, *others: Any) -> HostPlan:
+        count = options.n or 2
+        devices = tuple(Device("cpu", number % _PER_MACHINE if remote else number) for number in range(count))
+        machines = tuple(f"machine-{number // _PER_MACHINE}" for number in range(count)) if remote else ()
+        packages = dict.fromkeys(machines, installed_packages())
+        return SimulatedPlan(devices=devices, hosts=machines, packages=packages, processes=processes)
+
+    def restore() -> None:
+        names["make_plan"] = before
+
+    names["make_plan"] = make_plan
+    return restore
+
+
+@contextmanager
+def replacing_engines(*, remote: bool, processes: int = 2) -> Iterator[None]:
+    """Simulate the engines of clusters that are started in a `with` block. See `replace_engines`."""
+    restore = replace_engines(remote=remote, processes=processes)
+    try:
+        yield
+    finally:
+        restore()

@@ -1,0 +1,1 @@
+"""Connecting a notebook to engines that stayed when another notebook ended."""
