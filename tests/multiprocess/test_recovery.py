@@ -51,6 +51,28 @@ wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     assert "wrapped" in failed.error_text
 
 
+def test_a_resize_is_shown_and_bad_sizes_are_refused(notebook: Notebook) -> None:
+    resized = notebook.run("%distnb resize 1")
+    assert resized.stdout.endswith("1 engine removed (1). The cluster has 1 engine now.\n")
+    assert notebook.run("%distnb resize 1").stdout == "The cluster has 1 engine already.\n"
+    resized = notebook.run("%distnb resize 2", timeout_s=60)
+    assert resized.stdout.splitlines() == [
+        "distnb: the new replicas do not have `wrapped`, which cannot be copied.",
+        "1 engine added (1). The cluster has 2 engines now.",
+    ]
+    assert resized.displays[0]["text/plain"] == "Starting 1 engine on cpu:1"
+    assert len(notebook.run("%distnb status").displays[0]["text/plain"].splitlines()) == 3
+    assert "2 replicas" in notebook.run("%%distribute mirrored\ndistnb.live(one=1)").displays[0]["text/plain"]
+    for line, text in {
+        "": "Give the new number",
+        "0": "not a whole number",
+        "2 --ps 2": "no parameter servers",
+    }.items():
+        failed = notebook.try_run(f"%distnb resize {line}")
+        assert failed.error_name == "OptionError"
+        assert text in failed.error_text
+
+
 def test_a_replica_that_receives_sigterm_has_not_finished_its_part(notebook: Notebook) -> None:
     ended = notebook.try_run("""%%distribute mirrored
 import os, signal

@@ -147,6 +147,23 @@ def test_the_devices_generator_is_switched_too(monkeypatch: pytest.MonkeyPatch) 
     assert len({*found, *expected}) == 5
 
 
+def test_a_new_replica_gets_the_shared_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.Generator()  # of a device
+    streams = Streams()
+    streams.generators.append(own)
+    monkeypatch.setattr(randomness, "streams", streams)
+    torch.manual_seed(1)
+    own.manual_seed(2)
+    states = randomness.captured()
+    wanted = draw(), draw_others(), torch.rand(1, generator=own).item()
+    torch.manual_seed(3)
+    randomness.restore(states)
+    assert (draw(), draw_others(), torch.rand(1, generator=own).item()) == wanted
+    streams.generators.pop()  # a replica on another type of device
+    randomness.restore(states)
+    assert draw() != wanted[0]
+
+
 def test_generators_of_the_user_are_left_unchanged() -> None:
     mine = torch.Generator().manual_seed(1)
     expected = torch.rand(2, generator=torch.Generator().manual_seed(1)).tolist()

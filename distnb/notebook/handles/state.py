@@ -169,10 +169,11 @@ class RemoteState:
     def check_assigned(self, replica: int) -> None:
         """Raise UnassignedError if a replica never assigned the name."""
         if replica not in self.facts and replica not in self.local:
-            what = f"name {self.name!r}" if self.name else "this value"
+            assigned = sorted({*self.facts, *self.local})
+            if not self.name:
+                raise UnassignedError(f"This value has no component on replica {replica}, only on {assigned}.")
             raise UnassignedError(
-                f"{what} is not defined on replica {replica}: only replicas {sorted({*self.facts, *self.local})} "
-                "assigned it."
+                f"name {self.name!r} is not defined on replica {replica}: only replicas {assigned} assigned it."
             )
 
 

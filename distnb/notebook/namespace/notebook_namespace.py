@@ -199,11 +199,8 @@ class NotebookNamespace:
         `grown` has the engines of each team that gains further ones, by its engines so far.
         """
         unlike = self._teams.engines_replaced(engines, survivors, grown)
-        if unlike:
-            self._announce(
-                f"distnb: {self._teams.names(unlike)} cannot be copied to the new replicas, and exist on the earlier "
-                "ones only."
-            )
+        if names := self._teams.names(unlike):
+            self._announce(f"distnb: the new replicas do not have {names}, which cannot be copied.")
 
     def check_change(self, leaving: Collection[int], grown: Grown) -> None:
         """Check that a change of the cluster's engines keeps objects of different strategies apart.

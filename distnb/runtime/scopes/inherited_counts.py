@@ -60,7 +60,7 @@ def note_copy(metric: Any) -> None:
 def drop(metric: Any) -> None:
     """Drop the counts that a metric has inherited."""
     if vars(metric).pop(_ATTRIBUTE, None) is not None:
-        del _heirs[metric]
+        _heirs.pop(metric, None)
 
 
 def is_any_here() -> bool:

@@ -125,6 +125,7 @@ def bind_all() -> None:
 def bind(metric: Any) -> None:
     """Share a metric among the replicas: each updates its own copy, and reading it aggregates the copies."""
     install()
+    inherited_counts.note_copy(metric)
     if not hasattr(metric.update, "_distnb"):  # made before torchmetrics' wrapper was replaced
         metric.update = _on_replicas(metric, metric.update)
     read_by(metric, aggregates_here, functools.partial(_aggregate, metric))
