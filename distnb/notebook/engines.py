@@ -75,6 +75,7 @@ class Engines:
         self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
         self.teams = Teams(owner.store, self._no_replicas)
         self._cluster: RunningCluster | None = None
+        self._hosts: dict[str, None] = {}
         self._closed = False
 
     @property
@@ -190,12 +191,13 @@ class Engines:
         return dict(sorted(found.items()))
 
     def hosts(self) -> tuple[str, ...]:
-        """Return the other machines on which engines were started, including lost machines; () for this machine only.
+        """Return the other machines on which engines were started, including machines that were lost or have none now.
 
-        The machines of engines that are never replicas do not count.
+        Return () for this machine only. The machines of engines that are never replicas do not count.
         """
         replicas = (engine for engine in self.ids if engine not in self._no_replicas)
-        return tuple(dict.fromkeys(filter(None, map(self.cluster.host, replicas))))
+        self._hosts |= dict.fromkeys(filter(None, map(self.cluster.host, replicas)))
+        return tuple(self._hosts)
 
     def team(self, spec: StrategySpec) -> Team:
         """Return the team of a strategy, as `Teams.of` chooses it. The caller holds the turn."""
@@ -306,6 +308,7 @@ class Engines:
     def remove(self, engines: Sequence[int]) -> None:
         """End engines, and forget them. The caller holds the turn."""
         _logger.info("removing engines %s", engines)
+        self.hosts()  # notes the machines
         self.supervisor.forget(engines)
         try:
             self.cluster.remove([engine for engine in engines if engine in self.cluster.engines])

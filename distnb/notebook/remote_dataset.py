@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
@@ -160,16 +161,20 @@ class RemoteIterator(BatchIterator):
             return ()
         return batches
 
-    def settle(self) -> None:
-        """Drop the batches that were fetched ahead, and report how many the cell has received.
+    @contextmanager
+    def read_again(self) -> Iterator[None]:
+        """Return a context in which the replicas may change. Batches that were fetched ahead are read again afterwards.
 
-        Call this before the number of replicas changes, when no call is under way. The batches are then read again.
+        No call may be under way.
         """
         self._here.clear()
         self._asked = None
-        given, self._given = self._given, 0
-        if given and not self._ended:
-            self._call(_read_ahead, self._handle, given, 0, 0)
+        try:
+            yield
+        finally:
+            if self._given and not self._ended:  # the replicas must know before anything reads their dataset
+                self._asked = self._defer(self._ask, (self._handle, self._dataset))
+                self._asked.urgent = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._here.clear()  # the program may read these batches itself

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from distnb.cluster.remote.further_engines import PlacedEngine
@@ -135,7 +135,7 @@ class Resizing:
             with self._kept(len(whole)):
                 self._settle(there, leaving, {})
             self._remove(leaving, settled=True)
-        if not engines.tasks:  # workers may be busy with closures, for any time
+        if (further or leaving or broken) and not engines.tasks:  # workers may be busy with closures, for any time
             self._share_cores()
         if self._is_interrupted:
             print(f"distnb: the interrupt came too late. The cluster has {self._count(size)} now.", file=sys.stderr)
@@ -173,7 +173,7 @@ class Resizing:
         """Let the engines of each machine share its cores."""
         placed = self._engines.placed()
         hosts = [each.host for each in placed]
-        with self._uninterrupted():
+        with self._uninterrupted(), suppress(DistnbError):
             self._namespace.operations.share_cores({each.engine: hosts.count(each.host) for each in placed})
 
     @contextmanager

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -309,11 +309,11 @@ class Session:
             size = checked_size(n, workers, ps, self.tasks)
             self._send_deferred()
             self.finish_calls()
-            for iteration in list(self.iterations):
-                iteration.settle()
-            resized = Resizing(self._engines, self.namespace, self._parts, on_progress).to(size)
-            self.front.follow(self)
-        return resized
+            with ExitStack() as stack:
+                stack.callback(lambda: self.front.follow(self))
+                for iteration in list(self.iterations):
+                    stack.enter_context(iteration.read_again())
+                return Resizing(self._engines, self.namespace, self._parts, on_progress).to(size)
 
     def status(self) -> tuple[EngineStatus, ...]:
         """Return the device, process and state of each engine."""
