@@ -35,6 +35,7 @@ def package_of(module: str) -> str | None:
     return _normalised(providers.pop()) if len(providers) == 1 else None
 
 
+@cache  # reading the metadata takes milliseconds, and there may be hundreds of machines to compare with
 def version_here(package: str) -> str | None:
     """Return the version of a package that is installed here, or None."""
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from distnb import process_log
 from distnb.cluster.connection import Keys
 from distnb.cluster.lifecycle import RunningCluster
+from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.remote.further_engines import PlacedEngine
 from distnb.cluster.remote.heartbeat import LOST_AFTER_S
 from distnb.errors import NoClusterError, OptionError, StartError
@@ -292,6 +293,7 @@ class Engines:
             StartError: An engine did not start.
         """
         engines = tuple(each.engine for each in placed)
+        raise_file_limit(len({*self.ids, *engines}))  # also if a daemon starts them
         _logger.info("adding engines %s", engines)
         devices = {each.engine: each.device for each in placed}
         hosts = {each.engine: each.host for each in placed}
