@@ -13,6 +13,7 @@ import pytest
 import distnb
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.remote import hosts as plans
+from distnb.cluster.remote.base import Found
 from distnb.cluster.remote.hosts import HostPlan, make_plan, read_host_options
 from distnb.cluster.remote.transports import ipyparallel_cluster
 from distnb.cluster.remote.transports.ipyparallel_engine import boot_id, network_namespace
@@ -83,8 +84,8 @@ def planned(
     monkeypatch.setattr(ipyparallel_cluster, "is_loopback", "127.0.0.1".__eq__)
     room = Capacity(cores=16, memory_nbytes=2**40)
 
-    def probe(hosts: Any, transport: Any, on_progress: object) -> dict[str, tuple[int, Capacity]]:
-        return {host: (len(transport._servers[host].machine.gpus), room) for host in hosts}
+    def probe(hosts: Any, transport: Any, on_progress: object) -> dict[str, Found]:
+        return {host: Found(len(transport._servers[host].machine.gpus), room, {}) for host in hosts}
 
     monkeypatch.setattr(plans, "probe", probe)
     given = StartOptions(cluster="simulated", **options)

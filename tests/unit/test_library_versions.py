@@ -33,7 +33,7 @@ ALLOWED = {
         "_slotnames",
     ),
     *("_reconstruct", "_lru_cache_wrapper", "_get_running_loop", "_set_running_loop", "_release_save"),
-    *("_acquire_restore", "_actions", "_render_traceback_", "_last_pdb_instance"),
+    *("_acquire_restore", "_actions", "_render_traceback_", "_last_pdb_instance", "_data"),
 }
 
 
