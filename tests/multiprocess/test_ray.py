@@ -41,15 +41,18 @@ class Cluster:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.address = str(self._answer())
+        try:
+            self.address = str(self._answer())
+        except BaseException:
+            self.close()
+            raise
         processes.OF_MODULE.update(processes.children_of_this_run())
 
     def _answer(self) -> object:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("answer "):
-                return json.loads(line.removeprefix("answer "))
-        raise AssertionError("the process of the Ray cluster has ended")
+        line = self._process.stdout.readline()
+        assert line, "the process of the Ray cluster has ended"
+        return json.loads(line)
 
     def do(self, action: str) -> object:
         """Have the process do something: "add" or "remove" a node, or return the "free" CPUs."""
@@ -73,6 +76,9 @@ class Cluster:
 
 def main() -> None:
     """Serve a Ray cluster: a line of standard input is an action, and a line of output its result."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Ray prints notices
+
     import ray
     from ray.cluster_utils import Cluster as RayCluster
 
@@ -83,7 +89,7 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False)
 
     def answer(value: object) -> None:
-        print("answer " + json.dumps(value), flush=True)
+        print(json.dumps(value), file=answers, flush=True)
 
     answer(cluster.address)
     for line in sys.stdin:
@@ -120,7 +126,7 @@ def test_too_many_engines_are_an_error_with_rays_figures(cluster: Cluster, noteb
     assert failed.error_name == "StartError", failed.traceback
     assert "Ray did not reserve 5 × 1 CPU" in failed.error_text
     assert "The cluster has 3 nodes" in failed.error_text
-    assert "3 CPU is free" in failed.error_text
+    assert "Free: 3 CPU." in failed.error_text
     _wait_until_free(cluster)
 
 
@@ -160,6 +166,23 @@ def test_engines_compute_on_all_nodes_and_a_lost_one_is_replaced(cluster: Cluste
     assert lines_of_each(notebook.run(SUM).stdout, 3) == [["3.0"]] * 3
     notebook.run("%distnb stop")
     _wait_until_free(cluster)
+    assert notebook.value("__import__('ray').is_initialized()") is False
+
+
+def test_a_notebook_keeps_its_own_connection_to_ray(cluster: Cluster, notebook: Notebook) -> None:
+    notebook.run(f"import ray\nray.init({cluster.address!r}, log_to_driver=False, logging_level='error')")
+    failed = notebook.try_run("%distnb start --ray 10.9.9.9:6379")
+    assert failed.error_name == "OptionError", failed.traceback
+    assert f"connected to the Ray cluster at {cluster.address}" in failed.error_text
+    failed = notebook.try_run("%distnb start --ray --cpus-per-engine 0")
+    assert failed.error_name == "OptionError", failed.traceback
+    assert "cpus_per_engine=0 without GPUs" in failed.error_text
+    notebook.run("%distnb start --ray", timeout_s=120)
+    assert lines_of_each(notebook.run(SUM).stdout, 2) == [["2.0"]] * 2
+    notebook.run("%distnb stop")
+    _wait_until_free(cluster)
+    assert notebook.value("ray.is_initialized()") is True
+    notebook.run("ray.shutdown()")
 
 
 def test_the_end_of_the_notebook_frees_everything(cluster: Cluster) -> None:

@@ -172,6 +172,7 @@ def test_engines_are_distributed_over_machines(monkeypatch: pytest.MonkeyPatch) 
         ({"ray": True, "n": 2, "launcher": "ssh"}, "launcher='ssh' and ray=True contradict each other"),
         ({"ray": True, "workers": 2, "ps": 1, "replicas_per_worker": 2}, "replicas_per_worker=2 does not apply"),
         ({"ray": True, "n": 2, "cpus_per_engine": -1}, "cpus_per_engine=-1: give a number, 0 or more"),
+        ({"ray": "local", "n": 2}, "'local' is not an address. Write host:port"),
         ({"n": 2, "gpus_per_engine": 1}, "gpus_per_engine=1 is for engines on a Ray cluster. Give ray=True"),
         ({"n": 2, "spread": True}, "spread=True is for engines on a Ray cluster"),
     ],

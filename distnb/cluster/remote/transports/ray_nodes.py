@@ -16,18 +16,21 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distnb.cluster.local.run_directory import RunDirectory
-from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
+from distnb.cluster.process_environment import import_environment
 from distnb.cluster.remote.base import Transport
-from distnb.cluster.worker_placement import split_address
+from distnb.cluster.remote.server_transport import ServerTransport
+from distnb.cluster.worker_placement import is_loopback, split_address
 from distnb.errors import OptionError, StartError
 
 __all__ = ["EngineHost", "RayNodes", "RayOptions", "usual_number_of_engines"]
@@ -51,7 +54,7 @@ class RayOptions:
         wait_s: The time to wait for an autoscaler to add nodes.
 
     Raises:
-        OptionError: A number is negative, or not a number.
+        OptionError: The address is malformed, or a number is negative or not a number.
     """
 
     address: str = "auto"
@@ -61,6 +64,8 @@ class RayOptions:
     wait_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.address != "auto":
+            split_address(self.address)
         for name, number in {"cpus_per_engine": self.cpus, "gpus_per_engine": self.gpus, "wait": self.wait_s}.items():
             if number is not None and not (isinstance(number, int | float) and 0 <= number < float("inf")):
                 raise OptionError(f"{name}={number!r}: give a number, 0 or more.")
@@ -94,14 +99,14 @@ class RayNodes(Transport):
     free a whole group, after all of its engines have been removed.
     """
 
-    patience_s = 60.0
-
     def __init__(self, options: RayOptions) -> None:
         self._options = options
         self._secret = secrets.token_urlsafe(48)
         self._directory = RunDirectory()
-        self._secret_file = _write_secret(self._directory.path, self._secret)
+        self._servers = ServerTransport(_write_secret(self._directory.path, self._secret))
+        self.patience_s = self._servers.patience_s
         self._lock = threading.Lock()
+        self._connected = False
         self._groups: list[tuple[Any, set[str]]] = []  # each with the hosts that are in use
         self._actors: dict[str, Any] = {}
         self._addresses: dict[str, str] = {}
@@ -113,7 +118,9 @@ class RayNodes(Transport):
             StartError: Ray has no resources for a bundle.
         """
         with self._lock:
-            _connect(self._options.address)
+            if _connect(self._options.address):
+                self._connected = True
+                self._groups, self._actors = [], {}  # those of an earlier connection have ended
             if new := [host for host in hosts if host not in self._actors]:
                 self._reserve(new, on_progress)
             self._addresses |= self._current_addresses(hosts, on_progress)
@@ -152,7 +159,7 @@ class RayNodes(Transport):
         actor = ray.remote(EngineHost)
         for number, host in enumerate(hosts):
             self._actors[host] = actor.options(
-                num_cpus=bundle["CPU"],
+                num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 max_restarts=-1,
                 max_task_retries=-1,
@@ -197,17 +204,11 @@ class RayNodes(Transport):
 
     def command(self, host: str, task: str) -> list[str]:
         """Return the command of a client of the host's server."""
-        return [
-            *PYTHON_MODULE,
-            "distnb.cluster.remote.server_client",
-            self._addresses[host],
-            str(self._secret_file),
-            task,
-        ]
+        return self._servers.command(self._addresses[host], task)
 
     def network_name(self, host: str) -> str:
         """Return the address of the host's node."""
-        return split_address(self._addresses[host])[0]
+        return self._servers.network_name(self._addresses[host])
 
     def machine(self, host: str) -> str:
         """Return the host: bundles of one node share neither CPUs nor GPUs."""
@@ -221,20 +222,26 @@ class RayNodes(Transport):
         )
 
     def close(self) -> None:
-        """Release the placement groups, which ends the actors and their engines."""
+        """Release the placement groups, which ends the actors and their engines. Disconnect if we have connected."""
         with self._lock:
             groups, self._groups = self._groups, []
             for group, _ in groups:
                 if _ray().is_initialized():
                     _ray().util.remove_placement_group(group)
+            if self._connected:
+                _ray().shutdown()
+                self._connected = False
             self._directory.remove()
 
 
 def usual_number_of_engines(options: RayOptions) -> int:
     """Return the number of engines for all GPUs of the cluster, or two if it has none."""
-    _connect(options.address)
+    connected = _connect(options.address)
     gpus = _ray().cluster_resources().get("GPU", 0.0)
-    return int(gpus // (options.gpus or 1.0)) or 2
+    if connected:
+        _ray().shutdown()
+    each = 1.0 if options.gpus is None else options.gpus
+    return (int(gpus // each) if each else 0) or 2
 
 
 def _ray() -> Any:
@@ -247,55 +254,79 @@ def _ray() -> Any:
     return ray
 
 
-def _connect(address: str) -> None:
-    """Make this process a driver of the cluster, unless it is one."""
+def _connect(address: str) -> bool:
+    """Make this process a driver of the cluster, unless it is one. Return True if it was none.
+
+    Raises:
+        OptionError: The address is one of Ray's client server, or this process is connected to another cluster.
+        StartError: There is no cluster at the address.
+    """
     ray = _ray()
-    if address.startswith("ray://"):
-        raise OptionError(
-            f"{address} leads to Ray's client server, through which a notebook cannot reach engines. Run the notebook "
-            "on a node of the cluster and leave the address out, or give the address of the head node (10.0.0.5:6379)."
-        )
+    if ray.util.client.ray.is_connected():
+        raise _client_error("This process is connected to")
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" and not ray.is_initialized() else address
+    if named.startswith("ray://"):
+        raise _client_error(f"{named} leads to")
     if ray.is_initialized():
-        return
+        connected = ray.get_runtime_context().gcs_address
+        if address != "auto" and not _is_same(address, connected):
+            raise OptionError(
+                f"This process is connected to the Ray cluster at {connected}, but the engines were requested at "
+                f"{address}. Leave the address out, or call ray.shutdown() first."
+            )
+        return False
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise StartError(
             f"There is no Ray cluster at {address!r}: {error}. Start one (`ray start --head`), or give its address."
         ) from error
+    return True
+
+
+def _client_error(found: str) -> OptionError:
+    return OptionError(
+        f"{found} Ray's client server, through which a notebook cannot reach engines. Call ray.shutdown(), run the "
+        "notebook on a node of the cluster, and leave the address out or give the head node's (10.0.0.5:6379)."
+    )
+
+
+def _is_same(address: str, connected: str) -> bool:
+    """Return whether an address is the one of the cluster to which this process is connected."""
+    host, port = split_address(address)
+    hosts = {host}
+    if is_loopback(host):
+        hosts.add(_ray().util.get_node_ip_address())
+    with suppress(OSError):
+        hosts.add(socket.gethostbyname(host))
+    their_host, their_port = split_address(connected)
+    return their_port == port and their_host in hosts
 
 
 def _bundle(options: RayOptions) -> dict[str, float]:
     gpus = options.gpus
     if gpus is None:
         gpus = 1.0 if _ray().cluster_resources().get("GPU") else 0.0
-    return {"CPU": options.cpus} | ({"GPU": gpus} if gpus else {})
-
-
-def _words(bundle: Mapping[str, float]) -> str:
-    return " + ".join(f"{number:g} {name}" for name, number in bundle.items())
+    bundle = {name: number for name, number in {"CPU": options.cpus, "GPU": gpus}.items() if number}
+    if not bundle:
+        raise OptionError(
+            f"cpus_per_engine={options.cpus:g} without GPUs: an engine needs a part of a CPU or of a GPU. Give "
+            "cpus_per_engine=0.1, or leave it out for 1."
+        )
+    return bundle
 
 
 def _figures() -> str:
     """Describe the resources of the cluster, with Ray's figures."""
-    ray = _ray()
-    free = ray.available_resources()
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    each = "; ".join(
-        f"{node['NodeManagerAddress']}: "
-        + ", ".join(
-            f"{node['Resources'].get(name, 0):g} {name}" for name in ("CPU", "GPU") if name in node["Resources"]
-        )
-        for node in nodes
-    )
-    return (
-        f"The cluster has {len(nodes)} node{'s' * (len(nodes) != 1)} ({each}), of which "
-        f"{_words(_of_engines(free)) or 'nothing'} is free."
-    )
+    nodes = [node for node in _ray().nodes() if node["Alive"]]
+    each = "; ".join(f"{node['NodeManagerAddress']}: {_words(node['Resources'])}" for node in nodes)
+    free = _words(_ray().available_resources())
+    return f"The cluster has {len(nodes)} node{'s' * (len(nodes) != 1)} ({each}). Free: {free}."
 
 
-def _of_engines(resources: Mapping[str, float]) -> dict[str, float]:
-    return {name: resources[name] for name in ("CPU", "GPU") if resources.get(name)}
+def _words(resources: Mapping[str, float]) -> str:
+    """Return the CPUs and GPUs among resources in words."""
+    return " + ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)) or "nothing"
 
 
 def _write_secret(directory: Path, secret: str) -> Path:
