@@ -31,6 +31,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 KERAS := $(shell sed -n 's/^keras==/keras==/p' constraints.txt)
 KERAS_NIGHTLY := keras-nightly==3.16.0.dev2026102704
 TENSORFLOW := tensorflow-cpu==2.21.0
+RAY_TRAIN := pyarrow==26.0.1 tensorboardX==2.6.5
 LOWEST := $(VENV)/lowest
 WORKERS ?= 3
 INSTALL := $(PIP) install -qq -c constraints.txt
@@ -60,6 +61,14 @@ $(VENV)/.made-keras-nightly: $(VENV)/.made constraints.txt
 	@echo "Installing $(KERAS_NIGHTLY) beside Keras …"
 	@rm -rf $(VENV)/keras-nightly
 	@$(PIP) install -qq --no-deps --target $(VENV)/keras-nightly "$(KERAS_NIGHTLY)" || echo "$(KERAS_NIGHTLY) is not available." >&2
+	@touch $@
+
+# What Ray Train imports in addition, next to the installed packages, because pandas stores its texts in pyarrow's arrays
+# as soon as that is installed.
+$(VENV)/.made-ray-train: $(VENV)/.made
+	@echo "Installing $(RAY_TRAIN) beside Ray …"
+	@rm -rf $(VENV)/ray-train
+	@$(PIP) install -qq --no-deps --target $(VENV)/ray-train $(RAY_TRAIN)
 	@touch $@
 
 # TensorFlow, in a separate environment: a peer of benchmarks/keras_fit.py and benchmarks/parameter_servers.
@@ -109,7 +118,7 @@ tests: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 	$(PYTEST) $(ARGS)
 
 # The quick start and Keras's notebook run with the lowest versions, too.
-soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly $(VENV)/.made-lowest
+soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly $(VENV)/.made-ray-train $(VENV)/.made-lowest
 	$(PYTEST) -m soak $(ARGS)
 	$(LOWEST)/bin/python notebooks/demo.py --out build/lowest
 	$(LOWEST)/bin/jupyter execute --timeout 300 notebooks/keras.ipynb

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
+from distnb.cluster.resolvers.ray import RayMeeting
 from distnb.cluster_resolver import (
     ClusterSpec,
     SimpleClusterResolver,
@@ -385,3 +386,19 @@ def test_unsupported_task_distributions_are_refused(slurm: pytest.MonkeyPatch):
     slurm.setenv("SLURM_PROCID", "5")
     with pytest.raises(ValueError, match="SLURM_PROCID is 5"):
         _ = SlurmClusterResolver().task_id
+
+
+def test_workers_of_ray_meet_when_all_are_there(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr("distnb.cluster.resolvers.ray.time.monotonic", lambda: now)
+    meeting = RayMeeting(2)
+    assert meeting.attend("a", None, "h:1") == {0: ("a", "h:1")}
+    assert meeting.attend("a", None, "h:1") == {0: ("a", "h:1")}
+    assert meeting.attend("b", 0, "h:2") == {0: ("a", "h:1")}  # its index is taken
+    now = 20.0
+    assert meeting.attend("b", 0, "h:2") == {0: ("b", "h:2")}  # the first one has gone
+    both = meeting.attend("c", None, "h:3")
+    assert both == {0: ("b", "h:2"), 1: ("c", "h:3")}
+    now = 40.0
+    assert meeting.attend("b", 0, "h:2") == both
+    assert meeting.attend("d", 1, "h:4") == {1: ("d", "h:4")}  # a restarted worker waits for the others

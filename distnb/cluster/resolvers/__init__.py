@@ -5,6 +5,7 @@ Users find these names in `distnb.cluster_resolver`. The package loads neither t
 
 from distnb.cluster.resolvers.base import ClusterResolver
 from distnb.cluster.resolvers.kubernetes import KubernetesClusterResolver
+from distnb.cluster.resolvers.ray import RayClusterResolver
 from distnb.cluster.resolvers.simple import SimpleClusterResolver
 from distnb.cluster.resolvers.slurm import SlurmClusterResolver
 from distnb.cluster.resolvers.spec import ClusterSpec
@@ -15,6 +16,7 @@ __all__ = [
     "ClusterResolver",
     "ClusterSpec",
     "KubernetesClusterResolver",
+    "RayClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",

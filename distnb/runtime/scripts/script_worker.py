@@ -86,14 +86,14 @@ def _join(placement: WorkerPlacement, launched: bool, sockets_only: bool) -> Non
             )
         )
     store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), placement)
-    meet_workers(store, placement, int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    meet_workers(store, placement, int(os.environ["RANK"]), _replicas_of(placement))
     spmd.join_from_env(sockets_only=sockets_only, timeout_s=_FORMING_S)
     _joined = placement
 
 
 def _check_launched(placement: WorkerPlacement) -> None:
-    local, replicas = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    expected = (placement.index * replicas + local, len(placement.workers) * replicas)
+    local, replicas = int(os.environ.get("LOCAL_RANK", "0")), _replicas_of(placement)
+    expected = (placement.index * replicas + local % replicas, len(placement.workers) * replicas)
     found = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     if found != expected:
         raise OptionError(
@@ -102,6 +102,13 @@ def _check_launched(placement: WorkerPlacement) -> None:
             "TF_CONFIG is in its environment. In the script itself it is too late to set TF_CONFIG. With a launcher "
             "that numbers the machines, unset TF_CONFIG."
         )
+
+
+def _replicas_of(placement: WorkerPlacement) -> int:
+    """Return the number of replicas of each task: one if the launcher starts each task, as Ray Train does."""
+    if int(os.environ["WORLD_SIZE"]) == len(placement.workers):
+        return 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def check_still(spec: StrategySpec) -> None:
