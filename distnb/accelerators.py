@@ -6,6 +6,7 @@ backend) and its c10d backend. Importing this loads no torch.
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ __all__ = [
     "device_of_rank",
     "free_share",
     "generator",
+    "name_on_machine",
     "placed_on",
     "torch_device",
     "use",
@@ -114,6 +116,18 @@ def device_of_rank(local_rank: int) -> Device:
     if current is None or not (current.type in _BOUND or local_rank < torch.accelerator.device_count()):
         return Device("cpu", 0)
     return Device(current.type, local_rank)
+
+
+def name_on_machine(device: Device) -> str:
+    """Return a name of the device that differs from the names of the machine's other devices.
+
+    Each process numbers the GPUs in its own CUDA_VISIBLE_DEVICES from 0. Slurm and Ray may give each process a list of
+    its own.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if device.type != "cuda" or device.index >= len(visible):
+        return str(device)
+    return f"cuda:{visible[device.index].strip() or device.index}"
 
 
 def allocated_nbytes() -> int | None:

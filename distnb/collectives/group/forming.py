@@ -60,7 +60,7 @@ class Forming:
         rank, size, extra_nbytes = self._rank, self._size, shared_sum.nbytes(self._size)
         memory, descriptor = collective_log.create_memory(size, extra_nbytes) if rank == 0 else (None, -1)
         try:
-            card = Card(host=host.identity(), pid=os.getpid(), log=descriptor, device=str(self._member.device))
+            card = Card(host=host.identity(), pid=os.getpid(), log=descriptor)
             what = f"the process group of replicas {list(self._group.replicas)}"
             timeout_s = self._member.timeout_s
             cards = rendezvous.meet(self._store, rank, size, card, self._check, timeout_s=timeout_s, what=what)

@@ -21,7 +21,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from distnb.accelerators import device_of_rank
+from distnb.accelerators import device_of_rank, name_on_machine
 from distnb.collectives.group import exits, rendezvous
 from distnb.collectives.group.communicator import caught
 from distnb.collectives.group.gloo_sockets import LOST_AFTER_S, give_up_on_silence
@@ -175,11 +175,13 @@ class Groups:
         named = os.environ.get("DISTNB_DEVICE")  # `distnb run --devices …`: several replicas may share one
         device = parse_device(named) if named else device_of_rank(local)
         store = PrefixStore("distnb", store)
-        card = rendezvous.Card(host=host.identity(), pid=os.getpid(), device=str(device))
+        card = rendezvous.Card(
+            host=host.identity(), pid=os.getpid(), device=str(device), accelerator=name_on_machine(device)
+        )
         where = PrefixStore("devices", store)
         cards = rendezvous.meet(where, rank, size, card, lambda absent: None, timeout_s=timeout_s)
         devices = tuple(parse_device(other.device) for other in cards)
-        apart = not sockets_only and len({(other.host, other.device) for other in cards}) == size
+        apart = not sockets_only and len({(other.host, other.accelerator) for other in cards}) == size
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
         if len({other.host for other in cards}) > 1:
             give_up_on_silence(port)

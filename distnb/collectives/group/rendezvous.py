@@ -27,13 +27,15 @@ class Card:
         host: A text that is equal on two replicas if they can open each other's memory.
         pid: Its process id.
         log: The file descriptor of the collective log's memory on the replica that made it; -1 on the others.
-        device: The identity of its accelerator, or "" on the CPU.
+        device: Its device.
+        accelerator: A name of the device that is unique on the host.
     """
 
     host: str
     pid: int
     log: int = -1
     device: str = ""
+    accelerator: str = ""
 
 
 class StoreClient:
