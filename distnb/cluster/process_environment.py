@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -9,6 +10,7 @@ import site
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 from distnb.cluster.connection import CONNECTION_VARIABLE, connection_path
@@ -31,6 +33,7 @@ __all__ = [
     "forwarded_environment",
     "hash_seed",
     "import_environment",
+    "is_installed",
     "keep_temporary_sockets_in",
     "rank_environment",
     "script_environment",
@@ -52,6 +55,8 @@ PRELOAD_VARIABLE = "DISTNB_PRELOAD"
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")
 """The command that runs a module. With -P, a user's file such as random.py does not hide the module of that name."""
+
+_PACKAGE = Path(__file__).parents[2]
 
 # Variables with which launchers describe their own task. The SLURM_JOB_* ones describe the whole job.
 _TASK_VARIABLES = re.compile(r"TF_CONFIG|(OMPI|PMIX?|PMI2|PRTE|MPI|MPIR|HYD[A-Z]*)_.*|SLURM_(?!JOB|CONF).*")
@@ -100,10 +105,25 @@ def hash_seed() -> str:
 
 def import_environment() -> dict[str, str]:
     """Return the variables that make a child process import this process's distnb, even from a checkout."""
-    package = str(Path(__file__).parents[2])
-    if package in (*site.getsitepackages(), site.getusersitepackages()):
+    package = str(_PACKAGE)
+    if package in _site_packages():
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+
+
+def is_installed() -> bool:
+    """Return whether each process of this Python environment finds this distnb: it is installed, maybe as editable."""
+    if str(_PACKAGE) in _site_packages():
+        return True
+    try:
+        source = metadata.distribution("distnb").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return False
+    return source is not None and json.loads(source)["url"] == _PACKAGE.as_uri()
+
+
+def _site_packages() -> tuple[str, ...]:
+    return (*site.getsitepackages(), site.getusersitepackages())
 
 
 def without_task_variables(environment: Mapping[str, str]) -> dict[str, str]:

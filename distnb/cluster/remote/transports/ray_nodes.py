@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from distnb.cluster.local.run_directory import RunDirectory
-from distnb.cluster.process_environment import import_environment
+from distnb.cluster.process_environment import import_environment, is_installed
 from distnb.cluster.remote.base import Transport
 from distnb.cluster.remote.server_transport import ServerTransport
 from distnb.cluster.worker_placement import is_loopback, split_address
@@ -157,13 +157,15 @@ class RayNodes(Transport):
             raise
         self._groups.append((group, set(hosts)))
         actor = ray.remote(EngineHost)
+        # With an environment of their own, actors do not get one of the processes that Ray has started already.
+        environment = {} if is_installed() else {"runtime_env": {"env_vars": import_environment()}}
         for number, host in enumerate(hosts):
             self._actors[host] = actor.options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 max_restarts=-1,
                 max_task_retries=-1,
-                runtime_env={"env_vars": import_environment()},
+                **environment,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
             ).remote(self._secret)
         _logger.info("Ray has reserved %d bundles of %s", len(hosts), bundle)
