@@ -29,7 +29,7 @@ from typing import Any
 from distnb.cluster.local.run_directory import RunDirectory
 from distnb.cluster.process_environment import import_environment, is_installed
 from distnb.cluster.remote.base import Transport
-from distnb.cluster.remote.server_transport import ServerTransport
+from distnb.cluster.remote.transports.server_transport import ServerTransport
 from distnb.cluster.worker_placement import is_loopback, split_address
 from distnb.errors import OptionError, StartError
 
