@@ -175,6 +175,8 @@ class Groups:
         named = os.environ.get("DISTNB_DEVICE")  # `distnb run --devices …`: several replicas may share one
         device = parse_device(named) if named else device_of_rank(local)
         store = PrefixStore("distnb", store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = PrefixStore(rendezvous.attempt(PrefixStore("starts", store), rank, size, timeout_s), store)
         card = rendezvous.Card(
             host=host.identity(), pid=os.getpid(), device=str(device), accelerator=name_on_machine(device)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from distnb.compat.c10d_internals import FileStore, PrefixStore, Store, TCPStore
 from distnb.errors import CollectiveError
 from distnb.topology import Team
 
-__all__ = ["Card", "StoreClient", "exchange", "meet"]
+__all__ = ["Card", "StoreClient", "attempt", "exchange", "meet"]
 
 _CONNECT = timedelta(seconds=60)
 
@@ -89,6 +90,69 @@ def _connect(address: str, port: int) -> Store:
         raise CollectiveError(f"The rendezvous store at {address}:{port} does not answer: {error}") from error
 
 
+def attempt(store: Store, rank: int, size: int, timeout_s: float | None = None) -> str:
+    """Return a name for this start of the replicas, the same on all and different from that of every other start.
+
+    torchrun starts all processes again when one is lost, and keeps its store, so a rank would find the keys of its dead
+    predecessors. (Its count of restarts differs between machines.) Here each process leaves a name of its own. Rank 0
+    proposes the names that it finds. The others accept a proposal if it has their own name in their place:
+
+        rank 0                                    rank 1
+                                                  name/1 = b7
+        name/0 = a4; names: a4, 1c (a dead one)
+        proposal = a4 1c                          1c is not mine
+        names: a4, b7; proposal = a4 b7           accepted/a4 b7/1
+        all have accepted: begun/a4 b7            begun: the start's name is "a4 b7"
+
+    Args:
+        store: The store.
+        rank, size: This replica's rank, and the number of replicas.
+        timeout_s: The time limit.
+
+    Raises:
+        CollectiveError: A replica did not arrive in time.
+    """
+    check = _limited(rank, size, timeout_s, "the other replicas' start")
+    mine = secrets.token_hex(8)
+    store.set(f"name/{rank}", mine)
+    places = [f"name/{other}" for other in range(size)]
+    pause = 0.0002
+    while True:
+        proposal = ""
+        if rank == 0 and store.check(places):
+            names = [store.get(place).decode() for place in places]
+            if names[0] == mine:  # else another process has taken this rank, and this one is about to be ended
+                proposal = "-".join(names)
+                store.set("proposal", proposal)
+        elif rank and store.check(["proposal"]):
+            found = store.get("proposal").decode()
+            if found.split("-")[rank : rank + 1] == [mine]:
+                proposal = found
+                store.set(f"accepted/{proposal}/{rank}", "")
+        accepted = [f"accepted/{proposal}/{other}" for other in range(1, size)]
+        if proposal and rank == 0 and store.check(accepted):
+            store.set(f"begun/{proposal}", "")
+        if proposal and store.check([f"begun/{proposal}"]):
+            return proposal
+        check(lambda: [other for other, place in enumerate(places) if not store.check([place])])
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)
+
+
+def _limited(rank: int, size: int, timeout_s: float | None, what: str) -> Callable[[Callable[[], list[int]]], None]:
+    """Return a function that raises CollectiveError after the time limit, given a function for the absent ranks."""
+    began = time.monotonic()
+
+    def check(absent: Callable[[], list[int]]) -> None:
+        if timeout_s is not None and time.monotonic() - began > timeout_s:
+            missing = ", ".join(map(str, absent()))
+            raise CollectiveError(
+                f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: {missing}."
+            )
+
+    return check
+
+
 def meet(
     store: Store,
     rank: int,
@@ -104,17 +168,13 @@ def meet(
     Raises:
         CollectiveError: A replica did not arrive in time for `what`. Without a limit, `check` ends the wait.
     """
-    began = time.monotonic()
+    limit = _limited(rank, size, timeout_s, what)
 
-    def check_limit(absent: Callable[[], list[int]]) -> None:
+    def check_both(absent: Callable[[], list[int]]) -> None:
         check(absent)
-        if timeout_s is not None and time.monotonic() - began > timeout_s:
-            missing = ", ".join(map(str, absent()))
-            raise CollectiveError(
-                f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: {missing}."
-            )
+        limit(absent)
 
-    cards = exchange(PrefixStore("card", store), rank, size, json.dumps(asdict(card)), check_limit)
+    cards = exchange(PrefixStore("card", store), rank, size, json.dumps(asdict(card)), check_both)
     return [Card(**json.loads(each)) for each in cards]
 
 
