@@ -49,6 +49,7 @@ _WHERE = {
     "Checkpoint": "distnb.checkpoint.checkpoint",
     "CheckpointManager": "distnb.checkpoint.manager",
     "latest_checkpoint": "distnb.checkpoint.manager",
+    "elastic": "distnb.checkpoint.elastic",
     "evaluate_checkpoints": "distnb.checkpoint.evaluating",
     "ReplicaContext": "distnb.strategies.context",
     "get_strategy": "distnb.strategies.context",
@@ -85,6 +86,7 @@ __all__ = [*_WHERE, "__version__"]
 
 if TYPE_CHECKING:
     from distnb.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from distnb.checkpoint.elastic import elastic as elastic
     from distnb.checkpoint.evaluating import evaluate_checkpoints as evaluate_checkpoints
     from distnb.checkpoint.manager import CheckpointManager as CheckpointManager
     from distnb.checkpoint.manager import latest_checkpoint as latest_checkpoint

@@ -75,6 +75,11 @@ class SpmdProcess:
         """Return the home of a strategy's variables in this process."""
         return self.runtime_of(strategy).home
 
+    @property
+    def strategies(self) -> tuple[Owner, ...]:
+        """The strategies that this process has used on its replicas."""
+        return tuple(self._runtimes)
+
     def runs(self, strategy: Any) -> bool:
         """Return whether a strategy runs on the team's replicas, and not on this process alone."""
         return strategy in self._runtimes
@@ -93,6 +98,11 @@ class SpmdProcess:
         for spec in strategies:
             if spec in runtimes:
                 runtimes[spec].take_made()
+
+    def discard_gradients(self) -> None:
+        """Set the gradients of all mirrored parameters to None, because the step that made them is repeated."""
+        for each in self._runtimes.values():
+            each.discard_gradients()
 
     def strategy_of(self, made: torch.Tensor | torch.nn.Module) -> Owner | None:
         """Return the strategy that made a parameter or a model (see `Registration.owns`), or None."""
