@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,13 +16,16 @@ from typing import Any
 import torch
 
 from distnb.checkpoint import files, folder_locks
-from distnb.checkpoint.chief import gather_lines, on_chief
+from distnb.checkpoint.chief import gather_lines, on_chief, raise_together
+from distnb.checkpoint.joint_saving import JointSave
 from distnb.checkpoint.restore_status import RestoreStatus
-from distnb.checkpoint.states.object_states import check_object, restore_all, state_of, unused
+from distnb.checkpoint.states.object_states import check_object, holds_shards, restore_all, state_of, unused
+from distnb.checkpoint.tensor_slices import TensorSlice, slice_of
 from distnb.errors import CheckpointError, ContextError, OptionError
 from distnb.runtime import contexts
+from distnb.runtime.this_process import this_process
 from distnb.strategies.context import get_replica_context
-from distnb.values.structure import flatten, unflatten
+from distnb.values.structure import flatten, map_structure, unflatten
 
 __all__ = ["Checkpoint"]
 
@@ -37,6 +41,9 @@ class Checkpoint:
 
     In a distributed cell and in scripts all replicas call its methods, in cross-replica context; replica 0 writes and
     reads the files. In the notebook its objects may be handles, and the files are in the notebook's file system.
+
+    Of sharded tensors (torch's DTensors, as FSDP2 makes them) each replica writes and reads its own part. The folder is
+    then one that all machines share.
 
     Args:
         objects: The objects by name: modules, optimizers, learning rate schedules, distributed datasets and anything
@@ -64,6 +71,7 @@ class Checkpoint:
             check_object(value, name)
         self._objects = objects
         self._writing: Future[None] | None = None
+        self._joint: JointSave | None = None  # the last `wait=False` save in which every replica writes
         self._copies: list[Any] = []  # the copies of the last `wait=False` save; the next one reuses their memory
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[dict[str, Any]]]:
@@ -119,18 +127,20 @@ class Checkpoint:
             )
 
     def _write(self, target: Callable[[], Path], wait: bool, old: Sequence[Path] = ()) -> str:
-        """Save to the path that `target` returns, then delete the `old` checkpoints. The chief does both."""
+        """Save to the path that `target` returns, then delete the `old` checkpoints.
+
+        The chief does both, unless tensors are sharded.
+        """
         self._require_all_replicas()
-        states = {name: state_of(value, name) for name, value in self._objects.items()}
+        self._finish()
+        states = map_structure(slice_of, {name: state_of(value, name) for name, value in self._objects.items()})
+        if any(isinstance(leaf, TensorSlice) for leaf in flatten(states)[0]):
+            return self._write_jointly(JointSave(states, old), target, wait)
 
         def begin() -> str:
-            self._finish()
             path = target()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = folder_locks.saving(path)
             with ExitStack() as locked:
-                locked.enter_context(lock)
-                files.check_free(path)
+                _lock(path, locked)
                 kept = states if wait else self._copied(states)
 
                 def write() -> None:
@@ -148,13 +158,32 @@ class Checkpoint:
 
         return on_chief(begin)
 
+    def _write_jointly(self, save: JointSave, target: Callable[[], Path], wait: bool) -> str:
+        """Save with every replica writing its part."""
+
+        def begin() -> tuple[str, str]:
+            path = target()
+            with ExitStack() as locked:
+                _lock(path, locked)
+                unfinished = files.begin(path)
+                save.lock = locked.pop_all()
+            return str(path), str(unfinished)
+
+        save.begin(*on_chief(begin))
+        if wait:
+            save.write()
+        else:
+            save.held = self._copied(save.held)
+            self._joint, self._writing = save, _writers().submit(save.write_alone)
+        return str(save.path)
+
     def wait(self) -> None:
         """Wait until the checkpoint that `wait=False` started to write is complete.
 
         Raises:
             OSError: It could not be written.
         """
-        on_chief(self._finish)
+        self._finish()
 
     def _copied(self, states: Any) -> Any:
         """Return the states, with copies of all tensors in host memory."""
@@ -164,9 +193,31 @@ class Checkpoint:
         return unflatten(shape, self._copies)
 
     def _finish(self) -> None:
+        """Wait until the last `wait=False` save is complete, on all replicas."""
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        joint, self._joint = self._joint, None
+        error: Exception | None = None
+        if joint is not None:
+            joint.end_wait()
+        try:
+            if writing is not None:
+                writing.result()
+        except Exception as raised:  # noqa: BLE001 - raised below, on all replicas
+            error = raised
+
+        def result() -> JointSave | None:
+            if error is not None and joint is None:
+                raise error
+            return joint
+
+        # A replica that replaces a lost one has not saved.
+        if on_chief(lambda: result() is not None):
+            try:
+                raise_together(error)
+                on_chief(lambda: joint.check() if joint is not None else None)
+            finally:
+                if joint is not None:
+                    joint.close()
 
     # Restoring ------------------------------------------------------------------------------------------------------
 
@@ -198,27 +249,55 @@ class Checkpoint:
             status: RestoreStatus = replica.merge_call(lambda _: self._restore(paths))
             return status
 
-        def found() -> tuple[str, dict[str, Any], list[str]]:
-            self._finish()
-            path, states = _first_whole(paths)
-            needed = {name: state if name in self._objects else None for name, state in states.items()}
-            return str(path), needed, unused(self._objects, states)
-
-        path, states, left = on_chief(found)
+        self._finish()
+        if on_chief(lambda: holds_shards(self._objects)):
+            path, states, left = self._found(on_chief(lambda: paths), _stored)
+        else:
+            path, states, left = on_chief(lambda: self._found(paths, files.read))
         restore_all(self._objects, states, path, gather_lines)
         _logger.info("restored %s; %d names in it have no object", path, len(left))
         return RestoreStatus(path, tuple(left))
+
+    def _found(
+        self, paths: Sequence[Path], read: Callable[[Path], dict[str, Any]]
+    ) -> tuple[str, dict[str, Any], list[str]]:
+        """Return the path of the first complete checkpoint, the states of the objects in it, and the other names."""
+        path, states = _first_whole(paths, read)
+        needed = {name: state if name in self._objects else None for name, state in states.items()}
+        return str(path), needed, unused(self._objects, states)
 
 
 def _make_checkpoint(objects: dict[str, Any]) -> Checkpoint:
     return Checkpoint(**objects)
 
 
-def _first_whole(paths: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
+def _lock(path: Path, locked: ExitStack) -> None:
+    """Lock the folder for a checkpoint that does not exist yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    locked.enter_context(folder_locks.saving(path))
+    files.check_free(path)
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """Return the states of a checkpoint with tensors in files. Together the replicas check its content."""
+    process = this_process.replica
+    rank, size = (process.rank, process.size) if process is not None else (0, 1)
+    states: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        states = files.stored(path, rank, size)
+    except (CheckpointError, OSError) as raised:
+        where = f" on {socket.gethostname()}: all machines must share the folder" if size > 1 and rank else ""
+        error = CheckpointError(f"{raised}{where}")
+    raise_together(error)
+    return states
+
+
+def _first_whole(paths: Sequence[Path], read: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
     damaged: list[CheckpointError] = []
     for path in paths:
         try:
-            states = files.read(path)
+            states = read(path)
         except CheckpointError as error:
             _logger.warning("%s is not used: %s", path, error)
             damaged.append(error)

@@ -1,4 +1,4 @@
-"""File access by the chief on behalf of all replicas."""
+"""File access by the chief on behalf of all replicas, and by all replicas together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distnb.runtime import choice
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
 
-__all__ = ["gather_lines", "on_chief"]
+__all__ = ["gather_lines", "gather_values", "on_chief", "raise_together"]
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def on_chief(do: Callable[[], T]) -> T:
         try:
             result = do()
         except Exception as error:
-            broadcast_tree(process.group, (None, _describe(error)), 0)
+            broadcast_tree(process.group, (None, _describe(error, 0)), 0)
             raise
     result, failure = broadcast_tree(process.group, (result, None), 0)
     if failure is not None:
@@ -42,15 +42,34 @@ def on_chief(do: Callable[[], T]) -> T:
     return known
 
 
-def _describe(error: Exception) -> tuple[type[Exception], str]:
+def _describe(error: Exception, rank: int) -> tuple[type[Exception], str]:
     if isinstance(error, (DistnbError, OSError)):
         return type(error), str(error)
-    return CheckpointError, f"Replica 0 could not save or restore. {type(error).__name__}: {error}"
+    return CheckpointError, f"Replica {rank} could not save or restore. {type(error).__name__}: {error}"
+
+
+def gather_values(value: T) -> list[T]:
+    """Return the values of all replicas, in replica order. All replicas call this."""
+    process = this_process.replica
+    return [value] if process is None or process.size == 1 else process.group.all_gather_object(value)
 
 
 def gather_lines(lines: list[str]) -> list[str]:
     """Return the lines of all replicas, without repetitions. All replicas call this."""
+    return list(dict.fromkeys(line for received in gather_values(lines) for line in received))
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raise an error on all replicas if one of them has one. All replicas call this.
+
+    A replica with an error of its own raises that one. The others raise the first replica's.
+    """
     process = this_process.replica
-    if process is None or process.size == 1:
-        return lines
-    return list(dict.fromkeys(line for received in process.group.all_gather_object(lines) for line in received))
+    rank = process.rank if process is not None else 0
+    failures = gather_values(None if error is None else _describe(error, rank))
+    if error is not None:
+        raise error
+    for failing, failure in enumerate(failures):
+        if failure is not None:
+            kind, text = failure
+            raise kind(f"{text} (on replica {failing})")

@@ -3,6 +3,13 @@
 The folder is made under a temporary name, and renamed when all of it is on the disk. If a process is killed while it
 writes, the earlier checkpoints remain intact. torch.distributed.checkpoint can read the tensors, too: each file
 holds slices of them.
+
+If tensors are sharded, each replica writes one file with its slices, and replica 0 also all that is not sharded:
+
+    .ckpt-7.unfinished-1a2b3c4d/      then: ckpt-7/
+        00001-of-00002.safetensors          "model/weight"[0:2], "model/bias", "optimizer/state/0/step"
+        00002-of-00002.safetensors          "model/weight"[2:4]
+        checkpoint.json                     the sizes and digests of both, and the tree; written last
 """
 
 from __future__ import annotations
@@ -15,36 +22,51 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
+from distnb.checkpoint.stored_tensors import FileHeader, Piece, StoredTensor, header_bytes, parse_header
+from distnb.checkpoint.tensor_slices import TensorSlice
 from distnb.checkpoint.trees import decode, encode
 from distnb.errors import CheckpointError, OptionError
 
-__all__ = ["Shards", "check", "check_free", "numbered", "read", "remove", "remove_unfinished", "write"]
+__all__ = [
+    "Held",
+    "begin",
+    "check",
+    "check_free",
+    "complete",
+    "complete_from_notes",
+    "discard",
+    "held_here",
+    "leave_note",
+    "missing_parts",
+    "name_of_part",
+    "numbered",
+    "read",
+    "remove",
+    "remove_unfinished",
+    "stored",
+    "write",
+    "write_part",
+]
 
 _logger = logging.getLogger("distnb.checkpoint")
 
 _MANIFEST = "checkpoint.json"
-_FORMAT, _VERSION = "distnb checkpoint", 1
-_UNFINISHED, _REMOVED = ".unfinished-", ".removed-"
+_FORMAT = "distnb checkpoint"
+# Version 2 has slices that are not cut along the first axis alone.
+_VERSION, _ANY_AXIS = 1, 2
+_UNFINISHED, _REMOVED, _NOTE = ".unfinished-", ".removed-", ".note"
 # The keys in files that torch.distributed.checkpoint reads.
 _SLICES, _BEGINNING = "DCP_SHARDING_INFO", "saved_offsets"
 
-
-@dataclass(frozen=True)
-class Shards:
-    """A tensor in slices along its first axis, in order. Reading joins them into a single tensor.
-
-    Each slice is written to the file of its number, so several processes can hold the slices, and any number can read
-    them.
-    """
-
-    slices: Sequence[torch.Tensor]
+Held = dict[str, tuple[torch.Tensor, list[int]]]
+"""The tensors of one file by name, each with its place in the whole."""
 
 
 def check_free(path: Path) -> None:
@@ -61,65 +83,58 @@ def write(path: Path, tree: Any) -> None:
 
     Args:
         path: The folder to make. It must not exist.
-        tree: A tree for `encode`. The value of a dict's key may also be a `Shards`.
+        tree: A tree for `encode`. This process holds all of its slices.
 
     Raises:
         OptionError: The path exists, or the tree contains something that a checkpoint cannot hold.
         OSError: The file system's error. There is no checkpoint of that name then.
     """
     check_free(path)
-    slices: dict[str, Shards] = {}
-    described, tensors = encode(_without_shards(tree, "", slices))
-    files: list[dict[str, tuple[torch.Tensor, list[int]]]] = [
-        {name: (tensor, [0] * tensor.dim()) for name, tensor in tensors.items() if name not in slices}
-    ]
-    for name, shards in slices.items():
-        first = 0
-        for number, each in enumerate(shards.slices):
-            if len(files) <= number:
-                files.append({})
-            files[number][name] = each.detach(), [first, *[0] * (each.dim() - 1)]
-            first += each.shape[0]
+    described, tensors = encode(tree)
     path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = begin(path)
+    try:
+        name = name_of_part(1, 1)
+        complete(unfinished, path, {name: write_part(unfinished / name, held_here(tensors, chief=True))}, described)
+    except BaseException:
+        discard(unfinished)
+        raise
+
+
+def begin(path: Path) -> Path:
+    """Make the folder in which a checkpoint is written, and return its path."""
     unfinished = path.with_name(f".{path.name}{_UNFINISHED}{secrets.token_hex(4)}")
     unfinished.mkdir()
-    try:
-        written = {}
-        for number, held in enumerate(files, 1):
-            file = unfinished / f"{number:05}-of-{len(files):05}.safetensors"
-            written[file.name] = _write_tensors(file, held)
-        held_here = {"files": written, "tree": described}
-        manifest = {"format": _FORMAT, "version": _VERSION, "xxh3_128": _digest_of_text(held_here), "holds": held_here}
-        with (unfinished / _MANIFEST).open("w", encoding="utf-8") as text:
-            json.dump(manifest, text, allow_nan=False)
-            text.flush()
-            os.fsync(text.fileno())
-        _sync(unfinished)
-        unfinished.rename(path)
-        _sync(path.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    nbytes = sum(facts["nbytes"] for facts in written.values())
-    _logger.info("wrote %s: %d bytes in %d files", path, nbytes, len(written))
+    return unfinished
 
 
-def _without_shards(tree: Any, path: str, slices: dict[str, Shards]) -> Any:
-    """Return the tree with an empty tensor for each `Shards`, and add the `Shards` to `slices` by path."""
-    if isinstance(tree, Shards):
-        slices[path] = tree
-        return torch.empty(0, dtype=tree.slices[0].dtype)
-    if isinstance(tree, Mapping):
-        return {key: _without_shards(each, f"{path}/{key}" if path else str(key), slices) for key, each in tree.items()}
-    return tree
+def discard(unfinished: Path) -> None:
+    """Delete a checkpoint that cannot be completed."""
+    shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]]) -> dict[str, Any]:
+def name_of_part(number: int, count: int) -> str:
+    """Return the name of a part's file. The first part has the number 1."""
+    return f"{number:05}-of-{count:05}.safetensors"
+
+
+def held_here(tensors: Mapping[str, torch.Tensor | TensorSlice], *, chief: bool) -> Held:
+    """Return the tensors that this replica writes: its slices, and on the chief also everything that is not sharded."""
+    held: Held = {}
+    for name, each in tensors.items():
+        if isinstance(each, TensorSlice):
+            if each.is_owned:
+                held[name] = each.local.detach(), list(each.offset)
+        elif chief:
+            held[name] = each, [0] * each.dim()
+    return held
+
+
+def write_part(file: Path, held: Held) -> dict[str, Any]:
     """Write one file to the disk.
 
     Returns:
-        The file's size, a digest of its header, and for each slice its start along the first axis, its dtype, and a
-        digest of its bytes.
+        The file's size, a digest of its header, and for each slice its start, its dtype, and a digest of its bytes.
     """
     from safetensors.torch import save_file
 
@@ -129,31 +144,98 @@ def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]
         here = tensor.cpu()  # copied first: not every device reports the address of its memory
         storage = here.untyped_storage()
         # safetensors refuses tensors that share memory.
-        whole = here.is_contiguous() and storage.nbytes() == here.nbytes and storage.data_ptr() not in seen
-        plain[name] = here if whole else here.clone(memory_format=torch.contiguous_format)
+        is_whole = here.is_contiguous() and storage.nbytes() == here.nbytes and storage.data_ptr() not in seen
+        plain[name] = here if is_whole else here.clone(memory_format=torch.contiguous_format)
         seen.add(storage.data_ptr())
-    beginnings = {name: {_BEGINNING: beginning} for name, (_, beginning) in held.items()}
+    beginnings = {name: {_BEGINNING: offset} for name, (_, offset) in held.items()}
     save_file(plain, file, metadata={_SLICES: json.dumps(beginnings)})
     _sync(file)
     return {
         "nbytes": file.stat().st_size,
-        "header": xxhash.xxh3_128_hexdigest(_header(_map(file))),
+        "header": xxhash.xxh3_128_hexdigest(header_bytes(file)),
         "tensors": {
-            name: (held[name][1][0] if each.dim() else 0, str(each.dtype).removeprefix("torch."), _digest(each))
+            name: (_start(held[name][1]), str(each.dtype).removeprefix("torch."), _digest(each))
             for name, each in plain.items()
         },
     }
 
 
-def _map(file: Path) -> mmap.mmap:
-    """Return a file's bytes as writable memory, which torch requires although nothing writes to it."""
+def _start(offset: list[int]) -> int | list[int]:
+    """Return the place of a slice: a number if it is cut along the first axis alone."""
+    return offset if any(offset[1:]) else next(iter(offset), 0)
+
+
+def complete(unfinished: Path, path: Path, parts: Mapping[str, Any], described: Any) -> None:
+    """Write the description of a checkpoint whose parts are on the disk, and give it its name.
+
+    Args:
+        unfinished: The folder with the parts.
+        path: The checkpoint.
+        parts: The result of `write_part` for each file.
+        described: The tree, from `encode`.
+
+    Raises:
+        FileExistsError: Another process completes the checkpoint.
+    """
+    held = {"files": dict(sorted(parts.items())), "tree": described}
+    starts = [start for facts in parts.values() for start, _, _ in facts["tensors"].values()]
+    version = _ANY_AXIS if any(isinstance(start, list) for start in starts) else _VERSION
+    manifest = {"format": _FORMAT, "version": version, "xxh3_128": _digest_of_text(held), "holds": held}
+    with (unfinished / _MANIFEST).open("x", encoding="utf-8") as text:
+        json.dump(manifest, text, allow_nan=False)
+        text.flush()
+        os.fsync(text.fileno())
+    for note in unfinished.glob(f"*{_NOTE}"):
+        note.unlink()
+    _sync(unfinished)
+    unfinished.rename(path)
+    _sync(path.parent)
+    nbytes = sum(facts["nbytes"] for facts in parts.values())
+    _logger.info("wrote %s: %d bytes in %d files", path, nbytes, len(parts))
+
+
+# -- written by several replicas in the background ---------------------------------------------------------------------
+
+
+def leave_note(unfinished: Path, name: str, facts: Any, described: Any = None) -> None:
+    """Note that a part is on the disk, for the replica that completes the checkpoint.
+
+    Args:
+        unfinished: The folder with the parts.
+        name: The name of the part.
+        facts: The result of `write_part`.
+        described: The tree, from the chief.
+    """
+    written = unfinished / f".{name}{_NOTE}"
+    written.write_text(json.dumps({"facts": facts, "tree": described}, allow_nan=False), encoding="utf-8")
+    written.rename(unfinished / f"{name}{_NOTE}")
+
+
+def missing_parts(unfinished: Path, count: int) -> list[str]:
+    """Return the names of the parts that are not on the disk yet."""
+    names = [name_of_part(number, count) for number in range(1, count + 1)]
+    return [name for name in names if not (unfinished / f"{name}{_NOTE}").exists()]
+
+
+def complete_from_notes(unfinished: Path, path: Path, count: int) -> bool:
+    """Complete a checkpoint if all parts are on the disk and no other replica does. Return whether this one did."""
+    if missing_parts(unfinished, count):
+        return False
+    with suppress(FileNotFoundError, FileExistsError):  # another replica was faster
+        names = [name_of_part(number, count) for number in range(1, count + 1)]
+        notes = {name: json.loads((unfinished / f"{name}{_NOTE}").read_text(encoding="utf-8")) for name in names}
+        complete(unfinished, path, {name: each["facts"] for name, each in notes.items()}, notes[names[0]]["tree"])
+        return True
+    return False
+
+
+# -- on the disk -------------------------------------------------------------------------------------------------------
+
+
+def _map(file: Path, access: int = mmap.ACCESS_COPY) -> mmap.mmap:
+    """Return a file's bytes, by default as writable memory, which torch requires although nothing writes to it."""
     with file.open("rb") as opened:
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def _header(mapped: mmap.mmap) -> bytes:
-    """Return the part of a safetensors file before its tensors: the length of a JSON text, and the text."""
-    return mapped[: 8 + int.from_bytes(mapped[:8], "little")]
+        return mmap.mmap(opened.fileno(), 0, access=access)
 
 
 def _digest_of_text(held: Any) -> str:
@@ -193,10 +275,10 @@ def check(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not complete: {_MANIFEST} is not JSON ({error}).") from None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of distnb: {_MANIFEST} has another format.")
-    if manifest.get("version") != _VERSION:
+    if manifest.get("version") not in (_VERSION, _ANY_AXIS):
         raise CheckpointError(
-            f"{path} is a checkpoint of version {manifest.get('version')!r}, but this distnb reads {_VERSION}. Install "
-            "a newer distnb."
+            f"{path} is a checkpoint of version {manifest.get('version')!r}, but this distnb reads {_VERSION} and "
+            f"{_ANY_AXIS}. Install a newer distnb."
         )
     holds: dict[str, Any] = manifest.get("holds", {})
     if _digest_of_text(holds) != manifest.get("xxh3_128"):
@@ -215,36 +297,86 @@ def read(path: Path) -> Any:
         CheckpointError: The path is not a checkpoint, or the checkpoint is incomplete or damaged.
     """
     holds = check(path)
-    slices: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    slices: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
     for name, facts in holds["files"].items():
-        for key, first, tensor in _verified(path, name, facts):
-            slices.setdefault(key, []).append((first, tensor))
-    tensors = {
-        key: parts[0][1]
-        if len(parts) == 1
-        else torch.cat([each for _, each in sorted(parts, key=lambda part: part[0])])
-        for key, parts in slices.items()
-    }
-    return decode(holds["tree"], tensors)
+        for key, offset, tensor in _mapped_slices(path, name, facts):
+            slices.setdefault(key, []).append((offset, tensor))
+    return decode(holds["tree"], {key: _joined(parts) for key, parts in slices.items()})
 
 
-def _verified(path: Path, name: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield the name, start and content of each slice in a file. (safetensors' own reader takes 18 µs for each.)"""
-    mapped = _map(path / name)
-    header = _header(mapped)
+def _mapped_slices(path: Path, name: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, list[int], torch.Tensor]]:
+    """Yield the name, place and content of each slice in a file. (safetensors' own reader takes 18 µs for each.)"""
+    header, offsets = _header(path, name, facts)
+    data = memoryview(_map(path / name))
+    for key in facts["tensors"]:
+        dtype, shape, (first, last) = header.tensors[key]
+        part = data[first:last]
+        _compare_digest(path, name, key, facts, part)
+        flat = torch.frombuffer(part, dtype=dtype) if part.nbytes else torch.empty(0, dtype=dtype)
+        yield key, offsets[key], flat.view(shape)
+
+
+def _joined(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0][1]
+    ends = [[first + size for first, size in zip(offset, each.shape, strict=True)] for offset, each in parts]
+    joined = parts[0][1].new_empty([max(sizes) for sizes in zip(*ends, strict=True)])
+    for (offset, each), end in zip(parts, ends, strict=True):
+        joined[tuple(map(slice, offset, end))] = each
+    return joined
+
+
+def _header(path: Path, name: str, facts: Mapping[str, Any]) -> tuple[FileHeader, dict[str, list[int]]]:
+    """Return the header of a file and the place of each slice, if they have not changed since they were written."""
+    try:
+        header = header_bytes(path / name)
+    except CheckpointError:
+        header = b""
     if xxhash.xxh3_128_hexdigest(header) != facts["header"]:
         raise CheckpointError(f"{path} is damaged: the header of {name} has changed since it was written.")
-    places, data = json.loads(header[8:]), memoryview(mapped)[len(header) :]
-    parts = {key: data[slice(*places[key]["data_offsets"])] for key in facts["tensors"]}
-    for key, part in parts.items():
-        first, name_of_dtype, digest = facts["tensors"][key]
-        if xxhash.xxh3_128_hexdigest(part) != digest:
-            raise CheckpointError(
-                f"{path} is damaged: the bytes of {key!r} in {name} have changed since they were written."
+    parsed = parse_header(path / name, header)
+    offsets = json.loads(parsed.metadata[_SLICES])
+    return parsed, {key: each[_BEGINNING] for key, each in offsets.items()}
+
+
+def _compare_digest(path: Path, name: str, key: str, facts: Mapping[str, Any], part: memoryview) -> None:
+    if xxhash.xxh3_128_hexdigest(part) != facts["tensors"][key][2]:
+        raise CheckpointError(
+            f"{path} is damaged: the bytes of {key!r} in {name} have changed since they were written."
+        )
+
+
+def stored(path: Path, share: int = 0, shares: int = 1) -> Any:
+    """Return the tree of a checkpoint with a `StoredTensor` for each tensor. All replicas call this together.
+
+    Each replica compares the digests of a share of the bytes. Together they check the whole checkpoint.
+
+    Args:
+        path: The checkpoint.
+        share: The number of this replica's share.
+        shares: The number of shares.
+
+    Raises:
+        CheckpointError: The path is not a checkpoint, or the checkpoint is incomplete or damaged.
+    """
+    holds = check(path)
+    pieces: dict[str, list[Piece]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    headers = {name: _header(path, name, facts) for name, facts in holds["files"].items()}
+    total = sum(header.nbytes for header, _ in headers.values())
+    before = 0
+    for name, (header, offsets) in headers.items():
+        facts, mapped = holds["files"][name], None
+        for key, (dtype, shape, (first, last)) in header.tensors.items():
+            dtypes[key] = dtype
+            pieces.setdefault(key, []).append(
+                Piece(file=str(path / name), start=first, offset=tuple(offsets[key]), shape=shape)
             )
-        dtype = getattr(torch, name_of_dtype)
-        flat = torch.frombuffer(part, dtype=dtype) if part.nbytes else torch.empty(0, dtype=dtype)
-        yield key, first, flat.view(places[key]["shape"])
+            if (before + first) * shares // total == share:
+                mapped = mapped or memoryview(_map(path / name, mmap.ACCESS_READ))
+                _compare_digest(path, name, key, facts, mapped[first:last])
+        before += header.nbytes
+    return decode(holds["tree"], {key: StoredTensor(key, dtypes[key], parts) for key, parts in pieces.items()})
 
 
 # -- many of them in one folder ----------------------------------------------------------------------------------------

@@ -82,7 +82,6 @@ class CheckpointManager:
 
     def _acquire_folder(self) -> list[int]:
         """Acquire the folder's lock, and return the existing numbers: others may have saved before this program."""
-        self.checkpoint._finish()
         Path(self.directory).mkdir(parents=True, exist_ok=True)
         is_new = folder_locks.keep(self._path(0))
         return list(files.numbered(Path(self.directory), self._name)) if is_new else self._numbers
@@ -116,6 +115,7 @@ class CheckpointManager:
             OSError: The file system's error.
         """
         self.checkpoint._require_all_replicas()  # on every replica, before the replicas wait for each other
+        self.checkpoint._finish()
         self._numbers = on_chief(self._acquire_folder)
         last = self._numbers[-1] if self._numbers else 0
         number = last + 1 if checkpoint_number is None else int(checkpoint_number)

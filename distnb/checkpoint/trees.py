@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from distnb.checkpoint.stored_tensors import StoredTensor, whole
+from distnb.checkpoint.tensor_slices import TensorSlice
 from distnb.errors import CheckpointError, OptionError
 
 __all__ = ["decode", "encode"]
@@ -18,12 +20,12 @@ _KIND = "$"
 """The key of a JSON object that represents a value of a type that JSON lacks."""
 
 
-def encode(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def encode(tree: Any) -> tuple[Any, dict[str, torch.Tensor | TensorSlice]]:
     """Split a tree into JSON values and tensors. Each tensor is named by its path in the tree.
 
     Args:
-        tree: Dicts, lists and tuples of None, bool, int, float, str, bytes, dtypes, NumPy arrays and tensors. A tensor
-            that appears several times is named once.
+        tree: Dicts, lists and tuples of None, bool, int, float, str, bytes, dtypes, NumPy arrays, tensors and slices of
+            tensors. A tensor that appears several times is named once.
 
     Raises:
         OptionError: The tree contains something else. The error names the path.
@@ -38,7 +40,7 @@ def _below(path: str, key: object) -> str:
 
 class _Encoder:
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor | TensorSlice] = {}
         self._keys: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str) -> Any:
@@ -48,6 +50,8 @@ class _Encoder:
             return value if math.isfinite(value) else {_KIND: "float", "text": repr(value)}
         if isinstance(value, torch.Tensor):
             return self._tensor(value.detach(), path)
+        if isinstance(value, TensorSlice):
+            return self._slice(value, path)
         if isinstance(value, Mapping):
             items = [(key, self.encode(each, _below(path, key))) for key, each in value.items()]
             if all(type(key) is str and key != _KIND for key, _ in items):
@@ -71,23 +75,31 @@ class _Encoder:
     def _tensor(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise OptionError(f"A checkpoint cannot hold {path!r}: it is a {tensor.layout} tensor on {tensor.device}.")
-        complex_dtype = str(tensor.dtype).removeprefix("torch.") if tensor.is_complex() else None
-        if complex_dtype:
-            tensor = torch.view_as_real(tensor.resolve_conj())
-        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        return self._named(tensor, real, real, tuple(real.shape), path)
+
+    def _slice(self, part: TensorSlice, path: str) -> dict[str, Any]:
+        real = part.as_real() if part.local.is_complex() else part
+        return self._named(part.local, real, real.local, real.shape, path)
+
+    def _named(
+        self, tensor: torch.Tensor, kept: torch.Tensor | TensorSlice, memory: torch.Tensor, shape: Any, path: str
+    ) -> dict[str, Any]:
+        place = (memory.data_ptr(), memory.dtype, shape, memory.stride(), str(memory.device))
         # Some devices do not report the address of their memory. Their tensors are never shared.
-        key = self._keys.get(place) if tensor.numel() and tensor.data_ptr() else None
+        key = self._keys.get(place) if memory.numel() and memory.data_ptr() else None
         if key is None:
             key = path or "value"
             while key in self.tensors:  # a name may contain the separator
                 key += "~"
-            self.tensors[key] = tensor
+            self.tensors[key] = kept
             self._keys[place] = key
+        complex_dtype = str(tensor.dtype).removeprefix("torch.") if tensor.is_complex() else None
         return {_KIND: "tensor", "name": key, **({"complex": complex_dtype} if complex_dtype else {})}
 
 
-def decode(described: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the tree that was encoded.
+def decode(described: Any, tensors: Mapping[str, torch.Tensor | StoredTensor]) -> Any:
+    """Return the tree that was encoded. Its tensors are those that are given, also if they are still in files.
 
     Raises:
         CheckpointError: The description is invalid, or a tensor is missing.
@@ -105,17 +117,21 @@ def decode(described: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise CheckpointError(f"This version of distnb cannot read the checkpoint: {described!r:.200}") from error
 
 
-def _decode_tensor(described: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _decode_tensor(
+    described: dict[str, Any], tensors: Mapping[str, torch.Tensor | StoredTensor]
+) -> torch.Tensor | StoredTensor:
     tensor = tensors[described["name"]]
-    return torch.view_as_complex(tensor) if "complex" in described else tensor
+    if "complex" not in described:
+        return tensor
+    return tensor.as_complex() if isinstance(tensor, StoredTensor) else torch.view_as_complex(tensor)
 
 
-def _decode_array(described: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    array = decode(described["tensor"], tensors).numpy()
+def _decode_array(described: dict[str, Any], tensors: Mapping[str, torch.Tensor | StoredTensor]) -> Any:
+    array = whole(decode(described["tensor"], tensors)).numpy()
     return array[()] if described["scalar"] else array
 
 
-_KINDS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {
+_KINDS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor | StoredTensor]], Any]] = {
     "tensor": _decode_tensor,
     "array": _decode_array,
     "float": lambda described, _: float(described["text"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -185,6 +186,8 @@ def never_trace(function: FunctionType) -> None:
 
 # -- modules and optimizers --------------------------------------------------------------------------------------------
 
+_OWN_HOOKS = re.compile(r"(distnb|torch\.distributed\.fsdp)\.")
+
 
 def check_batch(layer: Any, batch: torch.Tensor) -> None:
     """Raise ValueError if a batch norm cannot take a batch of this shape."""
@@ -203,8 +206,13 @@ def save_own(module: torch.nn.Module, states: dict[str, Any], prefix: str) -> No
 
 
 def has_state_hooks(module: torch.nn.Module) -> bool:
-    """Return whether a module has hooks that run when its state is saved or loaded."""
-    return bool(module._load_state_dict_pre_hooks or module._state_dict_hooks)
+    """Return whether a module has hooks that change its state when it is saved or loaded.
+
+    FSDP's only free what it has gathered, and those of distnb only replace whole tensors by shards.
+    """
+    hooks = [getattr(each, "hook", each) for each in module._load_state_dict_pre_hooks.values()]
+    others = [each for each in hooks if not _OWN_HOOKS.match(getattr(each, "__module__", None) or "")]
+    return bool(others or module._state_dict_hooks)
 
 
 def patch_step(optimizer: torch.optim.Optimizer) -> None:

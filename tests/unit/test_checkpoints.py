@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import distnb
 from distnb.checkpoint import files, folder_locks
-from distnb.checkpoint.files import Shards
+from distnb.checkpoint.tensor_slices import TensorSlice
+from distnb.checkpoint.trees import encode
 from distnb.errors import CheckpointError, OptionError
 from tests.processes import wait_until
 
@@ -91,20 +92,98 @@ def test_values_of_replicas_are_refused_before_a_file_is_written(kind: Any) -> N
         distnb.Checkpoint(value=kind([torch.ones(2), torch.ones(2)]))
 
 
+def written_by_several(path: Path, parts: list[dict[str, TensorSlice]]) -> None:
+    """Write a checkpoint as several replicas do, each with its slices."""
+    unfinished = files.begin(path)
+    facts = {}
+    for number, slices in enumerate(parts, 1):
+        described, tensors = encode(slices)
+        name = files.name_of_part(number, len(parts))
+        facts[name] = files.write_part(unfinished / name, files.held_here(tensors, chief=number == 1))
+    files.complete(unfinished, path, facts, described)
+
+
+def cut(whole: torch.Tensor, axis: int, sizes: list[int]) -> list[TensorSlice]:
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    offsets = [tuple(start * (each == axis) for each in range(whole.dim())) for start in starts]
+    locals_ = whole.split(sizes, dim=axis)
+    return [
+        TensorSlice(local, offset, tuple(whole.shape), bool(local.numel()))
+        for local, offset in zip(locals_, offsets, strict=True)
+    ]
+
+
 def test_slices_are_joined_into_one_tensor_by_any_reader(tmp_path: Path) -> None:
-    table, rows = torch.arange(39.0).reshape(13, 3), [3, 3, 3, 2, 2]
-    shards = Shards(list(table.split(rows)))
-    files.write(
-        tmp_path / "one", {"table": shards, "bias": torch.ones(2), "more": {"vector": Shards([torch.ones(2)] * 2)}}
-    )
+    table, vector, wide = torch.arange(39.0).reshape(13, 3), torch.ones(2), torch.arange(20).reshape(4, 5)
+    turns = torch.complex(torch.arange(6.0), -torch.arange(6.0)).reshape(3, 2)
+    rows = [
+        {"table": one, "more": {"vector": two}, "turns": three}
+        for one, two, three in zip(
+            cut(table, 0, [3, 3, 3, 2, 2]), cut(vector, 0, [1, 1, 0, 0, 0]), cut(turns, 0, [1, 0, 2, 0, 0]), strict=True
+        )
+    ]
+    written_by_several(tmp_path / "one", rows)
     assert len(list((tmp_path / "one").glob("*.safetensors"))) == 5
+    assert json.loads((tmp_path / "one/checkpoint.json").read_text())["version"] == 1, "older versions read it, too"
     read = files.read(tmp_path / "one")
-    assert torch.equal(read["table"], table)
-    assert read["more"]["vector"].tolist() == [1, 1, 1, 1]
+    assert same(read, {"table": table, "more": {"vector": vector}, "turns": turns})
     alone = {"table": torch.empty(13, 3)}
     with pytest.warns(UserWarning, match="single process"):
         state_dict_loader.load(alone, storage_reader=HuggingFaceStorageReader(str(tmp_path / "one")))
     assert torch.equal(alone["table"], table), "torch.load reads them, too"
+    written_by_several(tmp_path / "two", [{"wide": each} for each in cut(wide, 1, [2, 2, 1])])
+    assert json.loads((tmp_path / "two/checkpoint.json").read_text())["version"] == 2
+    assert same(files.read(tmp_path / "two"), {"wide": wide})
+
+
+def test_a_part_of_a_stored_tensor_is_read_across_slices(tmp_path: Path) -> None:
+    table = torch.arange(42.0).reshape(14, 3)
+    turns = torch.complex(table, -table)
+    parts = zip(cut(table, 0, [5, 5, 4]), cut(turns, 1, [1, 1, 1]), strict=True)
+    written_by_several(tmp_path / "one", [{"table": one, "turns": two} for one, two in parts])
+    for share in range(2):
+        stored = files.stored(tmp_path / "one", share, 2)
+        assert stored["turns"].shape == (14, 3)
+        for first, size in (((4, 0), (7, 3)), ((9, 1), (5, 2)), ((14, 0), (0, 3)), ((0, 0), (14, 3))):
+            window = tuple(slice(a, a + n) for a, n in zip(first, size, strict=True))
+            assert same(stored["table"].read(first, size), table[window].clone())
+            assert same(stored["turns"].read(first, size), turns[window].clone())
+
+
+def test_together_the_replicas_find_every_damage(tmp_path: Path) -> None:
+    table = torch.arange(4000.0).reshape(1000, 4)
+    written_by_several(tmp_path / "one", [{"table": each} for each in cut(table, 0, [400, 600])])
+    for number in (1, 2):
+        file = tmp_path / "one" / files.name_of_part(number, 2)
+        flip(file, -1)
+        found = []
+        for share in range(3):
+            try:
+                files.stored(tmp_path / "one", share, 3)
+            except CheckpointError as error:
+                found.append(str(error))
+        assert len(found) == 1
+        assert f"the bytes of 'table' in {file.name}" in found[0]
+        flip(file, -1)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"not complete: {file.name} has 0 bytes"):
+        files.stored(tmp_path / "one", 0, 3)
+
+
+def test_the_last_replica_completes_a_checkpoint_in_the_background(tmp_path: Path) -> None:
+    table = torch.arange(8.0).reshape(4, 2)
+    described, _ = encode({"table": cut(table, 0, [4])[0]})
+    unfinished, path = files.begin(tmp_path / "one"), tmp_path / "one"
+    for number, each in enumerate(cut(table, 0, [2, 2]), 1):
+        assert not files.complete_from_notes(unfinished, path, 2)
+        name = files.name_of_part(number, 2)
+        assert name in files.missing_parts(unfinished, 2)
+        facts = files.write_part(unfinished / name, files.held_here({"table": each}, chief=number == 1))
+        files.leave_note(unfinished, name, facts, described if number == 1 else None)
+    assert files.complete_from_notes(unfinished, path, 2)
+    assert not files.complete_from_notes(unfinished, path, 2), "it is complete"
+    assert same(files.read(path), {"table": table})
+    assert {each.suffix for each in path.iterdir()} == {".json", ".safetensors"}
 
 
 def flip(path: Path, place: int) -> None:
@@ -540,13 +619,13 @@ def test_checkpoints_saved_meanwhile_by_another_program_are_counted(tmp_path: Pa
 
 
 def test_a_thread_that_is_writing_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, write = threading.Event(), files._write_tensors
+    go, write = threading.Event(), files.write_part
 
     def slowly(*arguments: Any) -> Any:
         assert go.wait(60)
         return write(*arguments)
 
-    monkeypatch.setattr(files, "_write_tensors", slowly)
+    monkeypatch.setattr(files, "write_part", slowly)
     checkpoint = distnb.Checkpoint(value=torch.ones(1))
     first = distnb.CheckpointManager(checkpoint, tmp_path)
     path = first.save(wait=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distnb.checkpoint.stored_tensors import StoredTensor
 from distnb.values.structure import map_structure
 
 __all__ = ["Kind", "TensorOutline", "copied", "described", "listed", "misfit_of_tensor", "outline"]
@@ -27,7 +28,10 @@ class TensorOutline:
 def outline(state: Any) -> Any:
     """Replace the tensors of a state by their outlines: a small tree that can be sent to the object's process."""
     return map_structure(
-        lambda leaf: TensorOutline(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf, state
+        lambda leaf: (
+            TensorOutline(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, (torch.Tensor, StoredTensor)) else leaf
+        ),
+        state,
     )
 
 
@@ -59,7 +63,11 @@ class Kind(ABC):
 
     @abstractmethod
     def restore(self, value: Any, state: Any, name: str) -> None:
-        """Give the object a state that matches."""
+        """Give the object a state that matches. Its tensors may be in files: see `read_like`."""
+
+    def holds_shards(self, value: Any) -> bool:
+        """Return whether a tensor of the object is sharded over the replicas, so that each has only its part."""
+        return False
 
     def may_fail(self, value: Any) -> bool:
         """Return whether restoring can raise although `misfits` found nothing, because other code does it."""
@@ -71,7 +79,9 @@ class Kind(ABC):
 
 
 def copied(leaf: Any) -> Any:
-    """Copy a tensor; return anything else as it is."""
+    """Copy a tensor, or read it from its files; return anything else as it is."""
+    if isinstance(leaf, StoredTensor):
+        return leaf.read()
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -90,7 +100,7 @@ def described(state: Any) -> str:
         return f"a dict of {listed(state)}" if state else "an empty dict"
     if isinstance(state, (list, tuple)):
         return f"a list of {len(state)}"
-    return "a tensor" if isinstance(state, (TensorOutline, torch.Tensor)) else f"a {type(state).__name__}"
+    return "a tensor" if isinstance(state, (TensorOutline, torch.Tensor, StoredTensor)) else f"a {type(state).__name__}"
 
 
 def listed(names: Iterable[Any]) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from distnb.checkpoint.states.base import Kind
+from distnb.checkpoint.stored_tensors import whole
 from distnb.errors import OptionError
 from distnb.input.dataset import DistributedDataset
 from distnb.input.progress import checked_state
 from distnb.runtime.this_process import this_process
+from distnb.values.structure import map_structure
 
 __all__ = ["Datasets"]
 
@@ -34,7 +36,7 @@ class Datasets(Kind):
         return []
 
     def restore(self, value: Any, state: Any, name: str) -> None:
-        value.load_state_dict(_own(state))
+        value.load_state_dict(map_structure(whole, _own(state)))
 
 
 def _own(state: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distnb.checkpoint.states.base import Kind, described
+from distnb.checkpoint.tensor_slices import is_sharded, read_like
 from distnb.errors import OptionError
 from distnb.runtime.servers.here import servers_here
 
@@ -67,7 +68,10 @@ class KerasObjects(Kind):
     def restore(self, value: Any, state: Any, name: str) -> None:
         for part, variables in _parts(value).items():
             for variable, saved in zip(variables, state[part], strict=True):
-                variable.assign(saved)
+                variable.assign(read_like(saved, variable.value))
+
+    def holds_shards(self, value: Any) -> bool:
+        return any(is_sharded(each.value) for variables in _parts(value).values() for each in variables)
 
 
 def _class_of_optimizer(value: Any) -> str:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from distnb.checkpoint.states.base import Kind, TensorOutline, described, listed, misfit_of_tensor
+from distnb.checkpoint.stored_tensors import whole
 from distnb.compat.torchmetrics_internals import default_states
 from distnb.runtime.scopes import metric_binding
 from distnb.runtime.scopes.metric_binding import metrics_within
+from distnb.values.structure import map_structure
 
 __all__ = ["Metrics"]
 
@@ -52,4 +54,4 @@ class Metrics(Kind):
 
     def restore(self, value: Any, state: Any, name: str) -> None:
         for path, metric in metrics_within(value):
-            metric_binding.set_whole_state(metric, state["metrics"][path])
+            metric_binding.set_whole_state(metric, map_structure(whole, state["metrics"][path]))

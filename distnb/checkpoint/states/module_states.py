@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch.nn.parameter import is_lazy
 
 from distnb.checkpoint.states import keras_states
 from distnb.checkpoint.states.base import Kind, TensorOutline, described, listed, misfit_of_tensor
+from distnb.checkpoint.stored_tensors import whole
+from distnb.checkpoint.tensor_slices import is_sharded, read_like, reshard
 from distnb.compat import torch_internals
+from distnb.values.structure import map_structure
 
-__all__ = ["TorchModules"]
+__all__ = ["TorchModules", "load_tensors", "tensors_of"]
 
 
 class TorchModules(Kind):
@@ -32,7 +36,7 @@ class TorchModules(Kind):
             return [f"{name}: the checkpoint has a model of Keras, but the object is a {type(value).__name__}."]
         if self.may_fail(value):
             return []
-        own = _tensors_of(value)
+        own = tensors_of(value)
         lacking, unknown = [key for key in own if key not in saved], [key for key in saved if key not in own]
         lines = []
         if lacking:
@@ -51,11 +55,57 @@ class TorchModules(Kind):
         return any(map(_has_own_loading, value.modules()))
 
     def restore(self, value: Any, state: Any, name: str) -> None:
-        value.load_state_dict(state)
+        load_tensors(value, state, own_loading=self.may_fail(value))
+
+    def holds_shards(self, value: Any) -> bool:
+        reshard(value)
+        return any(map(is_sharded, value.parameters()))
 
 
-def _tensors_of(module: torch.nn.Module) -> dict[str, Any]:
+def load_tensors(module: torch.nn.Module, state: Mapping[str, Any], *, own_loading: bool = False) -> None:
+    """Load a state whose tensors may be in files. Of a sharded parameter, only this replica's part is read.
+
+    Parameters on the meta device get memory.
+
+    Args:
+        module: The module.
+        state: Its state. The names and shapes match.
+        own_loading: Whether the module loads its state with its own code, so that the names may differ.
+    """
+    own = tensors_of(module)
+    if own_loading:
+        reads = {key: functools.partial(read_like, target=own.get(key)) for key in state}
+        module.load_state_dict({key: map_structure(reads[key], each) for key, each in state.items()})
+        return
+    rest: dict[str, Any] = {}
+    made: dict[int, Any] = {}
+    assigned: dict[str, Any] = {}
+    for key, each in state.items():
+        target: Any = own.get(key)
+        if isinstance(target, torch.Tensor) and target.is_meta and not is_lazy(target):
+            if id(target) not in made:  # tied parameters stay tied
+                made[id(target)] = _with_memory(each, target)
+            assigned[key] = made[id(target)]
+        elif is_sharded(target):
+            target.detach().copy_(read_like(each, target))
+        else:
+            rest[key] = map_structure(whole, each)
+    is_part = len(rest) < len(state)
+    module.load_state_dict(rest, strict=not is_part)
+    if assigned:
+        module.load_state_dict(assigned, strict=False, assign=True)
+
+
+def _with_memory(leaf: Any, target: torch.Tensor) -> torch.Tensor:
+    read = read_like(leaf, target).to(target.dtype)
+    if not is_sharded(read):
+        read = read.to(torch.get_default_device(), copy=True)
+    return torch.nn.Parameter(read, target.requires_grad) if isinstance(target, torch.nn.Parameter) else read
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, Any]:
     """Return the content of `state_dict()` without reading it: parameters may live on servers."""
+    reshard(module)
     found: dict[str, Any] = {}
     for path, each in module.named_modules(remove_duplicate=False):
         torch_internals.save_own(each, found, f"{path}." if path else "")

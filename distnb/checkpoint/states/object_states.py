@@ -22,7 +22,7 @@ from distnb.errors import CheckpointError, CheckpointMismatchError, OptionError
 from distnb.values import DistributedValues, Mirrored
 from distnb.values.structure import map_structure
 
-__all__ = ["Agree", "check_object", "restore_all", "state_of", "unused"]
+__all__ = ["Agree", "check_object", "holds_shards", "restore_all", "state_of", "unused"]
 
 Agree = Callable[[list[str]], list[str]]
 """A function that returns the lines of all replicas on each."""
@@ -49,6 +49,9 @@ class _Handles(Kind):
 
     def restore(self, value: Any, state: Any, name: str) -> None:
         _on_replicas(_restore_, value, state, name)
+
+    def holds_shards(self, value: Any) -> bool:
+        return bool(_on_replicas(holds_shards, value))
 
 
 _KINDS: tuple[Kind, ...] = (
@@ -121,6 +124,13 @@ def state_of(value: Any, name: str) -> Any:
         return _kind(value, name).state(value, name)
     states = [state_of(each, inner) for inner, each in _children(value, name)]
     return dict(zip(value, states, strict=True)) if isinstance(value, Mapping) else states
+
+
+def holds_shards(value: Any) -> bool:
+    """Return whether a tensor of an object, or of the objects in a tree, is sharded over the replicas."""
+    if _is_tree(value):
+        return any(holds_shards(each) for _, each in _children(value, ""))
+    return _kind(value, "").holds_shards(value)
 
 
 # -- restoring ---------------------------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from distnb.checkpoint.states.base import Kind, TensorOutline, copied, described, listed
+from distnb.checkpoint.stored_tensors import StoredTensor
+from distnb.checkpoint.tensor_slices import is_sharded, read_like
 from distnb.values.structure import map_structure
 
 __all__ = ["Optimizers"]
@@ -42,8 +45,30 @@ class Optimizers(Kind):
         return lines + list(_of_parameters(own, saved, name))
 
     def restore(self, value: Any, state: Any, name: str) -> None:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        targets = dict(zip(numbers, _parameters(value), strict=True))
         # The optimizer keeps the tensors it receives, which are in the mapped file.
-        value.load_state_dict(map_structure(copied, state))
+        tensors = {
+            number: map_structure(functools.partial(_copied_like, target=targets.get(number)), kept)
+            for number, kept in state["state"].items()
+        }
+        others = {key: map_structure(copied, each) for key, each in state.items() if key != "state"}
+        value.load_state_dict({"state": tensors} | others)
+
+    def holds_shards(self, value: Any) -> bool:
+        return any(map(is_sharded, _parameters(value)))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _copied_like(leaf: Any, target: Any) -> Any:
+    """Return a copy of a parameter's state, such as its momentum. That of a sharded parameter is sharded, too."""
+    if not isinstance(leaf, (torch.Tensor, StoredTensor)):
+        return leaf
+    read = read_like(leaf, target)
+    return read if isinstance(leaf, StoredTensor) and is_sharded(read) else read.clone()
 
 
 def _of_parameters(own: list[dict[str, Any]], saved: Mapping[str, Any], name: str) -> Iterator[str]:

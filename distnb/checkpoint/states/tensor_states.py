@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from distnb.checkpoint.states.base import Kind, TensorOutline, described, misfit_of_tensor
+from distnb.checkpoint.stored_tensors import whole
+from distnb.checkpoint.tensor_slices import is_sharded, read_like
 from distnb.runtime.servers.here import servers_here
 from distnb.variables.variable import SyncOnReadVariable
 
@@ -33,9 +35,12 @@ class Tensors(Kind):
 
     def restore(self, value: Any, state: Any, name: str) -> None:
         if hasattr(value, "assign"):
-            value.assign(state)
+            value.assign(whole(state))
         else:
-            value.detach().copy_(state)
+            value.detach().copy_(read_like(state, value))
+
+    def holds_shards(self, value: Any) -> bool:
+        return is_sharded(value)
 
 
 def _now(tensor: torch.Tensor) -> torch.Tensor:
