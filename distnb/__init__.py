@@ -50,6 +50,8 @@ _WHERE = {
     "CheckpointManager": "distnb.checkpoint.manager",
     "latest_checkpoint": "distnb.checkpoint.manager",
     "elastic": "distnb.checkpoint.elastic",
+    "export_safetensors": "distnb.checkpoint.exporting",
+    "load_safetensors": "distnb.checkpoint.weight_loading",
     "evaluate_checkpoints": "distnb.checkpoint.evaluating",
     "ReplicaContext": "distnb.strategies.context",
     "get_strategy": "distnb.strategies.context",
@@ -88,8 +90,10 @@ if TYPE_CHECKING:
     from distnb.checkpoint.checkpoint import Checkpoint as Checkpoint
     from distnb.checkpoint.elastic import elastic as elastic
     from distnb.checkpoint.evaluating import evaluate_checkpoints as evaluate_checkpoints
+    from distnb.checkpoint.exporting import export_safetensors as export_safetensors
     from distnb.checkpoint.manager import CheckpointManager as CheckpointManager
     from distnb.checkpoint.manager import latest_checkpoint as latest_checkpoint
+    from distnb.checkpoint.weight_loading import load_safetensors as load_safetensors
     from distnb.cluster.remote.engine_server import Server as Server
     from distnb.collectives.algorithms.base import CrossDeviceOps as CrossDeviceOps
     from distnb.collectives.algorithms.hierarchical_copy import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce

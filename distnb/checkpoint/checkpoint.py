@@ -19,8 +19,17 @@ from distnb.checkpoint import files, folder_locks
 from distnb.checkpoint.chief import gather_lines, on_chief, raise_together
 from distnb.checkpoint.joint_saving import JointSave
 from distnb.checkpoint.restore_status import RestoreStatus
-from distnb.checkpoint.states.object_states import check_object, holds_shards, restore_all, state_of, unused
+from distnb.checkpoint.states.object_states import (
+    check_object,
+    handles_of_shards,
+    holds_shards,
+    restore_all,
+    state_of,
+    unused,
+    write_parts_on_replicas,
+)
 from distnb.checkpoint.tensor_slices import TensorSlice, slice_of
+from distnb.checkpoint.trees import encode
 from distnb.errors import CheckpointError, ContextError, OptionError
 from distnb.runtime import contexts
 from distnb.runtime.this_process import this_process
@@ -133,6 +142,9 @@ class Checkpoint:
         """
         self._require_all_replicas()
         self._finish()
+        sharded = handles_of_shards(self._objects)
+        if sharded:
+            return self._write_from_notebook(sharded, target, wait, old)
         states = map_structure(slice_of, {name: state_of(value, name) for name, value in self._objects.items()})
         if any(isinstance(leaf, TensorSlice) for leaf in flatten(states)[0]):
             return self._write_jointly(JointSave(states, old), target, wait)
@@ -176,6 +188,30 @@ class Checkpoint:
             save.held = self._copied(save.held)
             self._joint, self._writing = save, _writers().submit(save.write_alone)
         return str(save.path)
+
+    def _write_from_notebook(
+        self, sharded: dict[str, Any], target: Callable[[], Path], wait: bool, old: Sequence[Path]
+    ) -> str:
+        """Save handles of sharded objects, which the replicas write, and other objects, which the notebook writes."""
+        if not wait:
+            raise OptionError(
+                f"wait=False in the notebook, and {', '.join(sharded)} is sharded over the replicas. Save in the "
+                "background in a %%distribute cell, or leave out wait=False."
+            )
+        others = {name: state_of(value, name) for name, value in self._objects.items() if name not in sharded}
+        path = target()
+        with ExitStack() as locked:
+            _lock(path, locked)
+            unfinished = files.begin(path)
+            locked.callback(files.discard, unfinished)
+            parts, described = write_parts_on_replicas(sharded, unfinished)
+            of_others, tensors = encode(others)
+            name = files.name_of_part(len(parts) + 1, len(parts) + 1)
+            parts[name] = files.write_part(unfinished / name, files.held_here(tensors, chief=True))
+            files.complete(unfinished, path, parts, {each: (described | of_others)[each] for each in self._objects})
+            for each in old:
+                files.remove(each)
+        return str(path)
 
     def wait(self) -> None:
         """Wait until the checkpoint that `wait=False` started to write is complete.

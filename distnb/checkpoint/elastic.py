@@ -14,6 +14,7 @@ from distnb.checkpoint.checkpoint import Checkpoint
 from distnb.checkpoint.chief import gather_lines
 from distnb.checkpoint.manager import CheckpointManager
 from distnb.checkpoint.states.object_states import restore_all, state_of
+from distnb.checkpoint.tensor_slices import is_sharded
 from distnb.errors import ContextError, OptionError, ProgramError
 from distnb.input.dataset import DistributedDataset
 from distnb.runtime import choice, contexts, randomness
@@ -205,6 +206,11 @@ class Commit:
         """Return copies of the objects' states, and the random states. The memory of the last copies is used again."""
         objects = self._checkpoint._objects
         leaves, shape = flatten({name: state_of(value, name) for name, value in objects.items()})
+        if any(map(is_sharded, leaves)):
+            raise OptionError(
+                "The checkpoint holds sharded tensors (DTensors). They cannot continue with other replicas: a lost "
+                "replica takes its part with it. Leave out --min and give distnb.elastic a directory."
+            )
         before = iter(self._memory)
         copies = [
             _copy(leaf, next(before, None)) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import xxhash
 
-from distnb.checkpoint.stored_tensors import FileHeader, Piece, StoredTensor, header_bytes, parse_header
+from distnb.checkpoint.stored_tensors import FileHeader, StoredPiece, StoredTensor, header_bytes, parse_header
 from distnb.checkpoint.tensor_slices import TensorSlice
 from distnb.checkpoint.trees import decode, encode
 from distnb.errors import CheckpointError, OptionError
@@ -360,7 +360,7 @@ def stored(path: Path, share: int = 0, shares: int = 1) -> Any:
         CheckpointError: The path is not a checkpoint, or the checkpoint is incomplete or damaged.
     """
     holds = check(path)
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
     dtypes: dict[str, torch.dtype] = {}
     headers = {name: _header(path, name, facts) for name, facts in holds["files"].items()}
     total = sum(header.nbytes for header, _ in headers.values())
@@ -370,7 +370,7 @@ def stored(path: Path, share: int = 0, shares: int = 1) -> Any:
         for key, (dtype, shape, (first, last)) in header.tensors.items():
             dtypes[key] = dtype
             pieces.setdefault(key, []).append(
-                Piece(file=str(path / name), start=first, offset=tuple(offsets[key]), shape=shape)
+                StoredPiece(file=str(path / name), start=first, offset=tuple(offsets[key]), shape=shape)
             )
             if (before + first) * shares // total == share:
                 mapped = mapped or memoryview(_map(path / name, mmap.ACCESS_READ))

@@ -28,11 +28,12 @@ _LOCKED_S, _POLL_S = 60.0, 0.05
 
 
 class JointSave:
-    """One save of sharded tensors, on one replica. All replicas make it and call its methods.
+    """A save of sharded tensors, on one replica. All replicas make it and call its methods.
 
     Args:
         states: The states by name, with slices for sharded tensors.
         old: Checkpoints to delete afterwards.
+        others: The number of parts that other processes add.
 
     Attributes:
         held: The tensors that this replica writes.
@@ -40,7 +41,7 @@ class JointSave:
         lock: The lock of the folder, on the chief.
     """
 
-    def __init__(self, states: Any, old: Sequence[Path]) -> None:
+    def __init__(self, states: Any, old: Sequence[Path] = (), others: int = 0) -> None:
         process = this_process.replica
         rank = process.rank if process is not None else 0
         self._described, tensors = encode(states)
@@ -48,7 +49,7 @@ class JointSave:
         self._old = old
         self.held = files.held_here(tensors, chief=self._is_chief)
         writers = [writer for writer, writes in enumerate(gather_values(self._is_chief or bool(self.held))) if writes]
-        self._count = len(writers)
+        self._count = len(writers) + others
         self._name = files.name_of_part(writers.index(rank) + 1, self._count) if rank in writers else None
         self.path = Path()
         self._unfinished = Path()
@@ -63,17 +64,22 @@ class JointSave:
     def write(self) -> None:
         """Write the checkpoint. If a replica fails, there is none, and all replicas raise its error."""
         try:
-            facts, error = None, None
-            try:
-                facts = self._write_part()
-            except Exception as raised:  # noqa: BLE001 - raised on all replicas
-                error = raised
-            raise_together(error)
-            parts = {name: each for name, each in gather_values((self._name, facts)) if name is not None}
-            on_chief(lambda: files.complete(self._unfinished, self.path, parts, self._described))
+            parts, described = self.write_parts()
+            on_chief(lambda: files.complete(self._unfinished, self.path, parts, described))
             on_chief(self._remove_old)
         finally:
             self.close()
+
+    def write_parts(self) -> tuple[dict[str, Any], Any]:
+        """Write the parts of all replicas. Return the facts of each, and the description of the states."""
+        facts, error = None, None
+        try:
+            facts = self._write_part()
+        except Exception as raised:  # noqa: BLE001 - raised on all replicas
+            error = raised
+        raise_together(error)
+        gathered = gather_values((self._name, facts, self._described if self._is_chief else None))
+        return {name: each for name, each, _ in gathered if name is not None}, gathered[0][2]
 
     def _write_part(self) -> Any:
         return files.write_part(self._unfinished / self._name, self.held) if self._name is not None else None

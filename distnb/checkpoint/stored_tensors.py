@@ -20,7 +20,7 @@ import torch
 
 from distnb.errors import CheckpointError
 
-__all__ = ["DTYPES", "FileHeader", "Piece", "StoredTensor", "header_bytes", "parse_header", "whole"]
+__all__ = ["DTYPES", "FileHeader", "StoredPiece", "StoredTensor", "header_bytes", "parse_header", "whole"]
 
 DTYPES: Final = {
     "F64": torch.float64,
@@ -44,7 +44,7 @@ DTYPES: Final = {
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """A part of a tensor in a file.
 
     Attributes:
@@ -130,7 +130,7 @@ class StoredTensor:
 
     __slots__ = ("_dtype", "_extent", "_is_complex", "name", "pieces")
 
-    def __init__(self, name: str, dtype: torch.dtype, pieces: Sequence[Piece], is_complex: bool = False) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, pieces: Sequence[StoredPiece], is_complex: bool = False) -> None:
         self.name = name
         self.pieces = tuple(pieces)
         self._dtype = dtype

@@ -19,7 +19,7 @@ __all__ = ["TensorSlice", "is_sharded", "read_like", "reshard", "slice_of"]
 
 
 class TensorSlice:
-    """This replica's part of a tensor, as it is saved.
+    """A part of a tensor, which this replica saves.
 
     It is an ordinary class, because a dataclass would be a container in structures.
 

@@ -17,7 +17,7 @@ from distnb.checkpoint.tensor_slices import is_sharded, read_like, reshard
 from distnb.compat import torch_internals
 from distnb.values.structure import map_structure
 
-__all__ = ["TorchModules", "load_tensors", "tensors_of"]
+__all__ = ["TorchModules", "load_tensors", "loads_itself", "tensors_of"]
 
 
 class TorchModules(Kind):
@@ -52,7 +52,7 @@ class TorchModules(Kind):
 
     def may_fail(self, value: Any) -> bool:
         """Return whether a module loads its state with its own code, so that names in the state may differ."""
-        return any(map(_has_own_loading, value.modules()))
+        return loads_itself(value)
 
     def restore(self, value: Any, state: Any, name: str) -> None:
         load_tensors(value, state, own_loading=self.may_fail(value))
@@ -62,21 +62,31 @@ class TorchModules(Kind):
         return any(map(is_sharded, value.parameters()))
 
 
-def load_tensors(module: torch.nn.Module, state: Mapping[str, Any], *, own_loading: bool = False) -> None:
+def loads_itself(module: torch.nn.Module) -> bool:
+    """Return whether a module, or one in it, saves or loads its state with its own code."""
+    return any(map(_has_own_loading, module.modules()))
+
+
+def load_tensors(
+    module: torch.nn.Module, state: Mapping[str, Any], *, own_loading: bool = False, strict: bool = True
+) -> Any:
     """Load a state whose tensors may be in files. Of a sharded parameter, only this replica's part is read.
 
     Parameters on the meta device get memory.
 
     Args:
         module: The module.
-        state: Its state. The names and shapes match.
+        state: Its state. The names and shapes match, unless `own_loading`.
         own_loading: Whether the module loads its state with its own code, so that the names may differ.
+        strict: Whether torch compares the names.
+
+    Returns:
+        The names that torch found missing or unexpected.
     """
     own = tensors_of(module)
     if own_loading:
         reads = {key: functools.partial(read_like, target=own.get(key)) for key in state}
-        module.load_state_dict({key: map_structure(reads[key], each) for key, each in state.items()})
-        return
+        return module.load_state_dict({key: map_structure(reads[key], each) for key, each in state.items()}, strict)
     rest: dict[str, Any] = {}
     made: dict[int, Any] = {}
     assigned: dict[str, Any] = {}
@@ -90,10 +100,10 @@ def load_tensors(module: torch.nn.Module, state: Mapping[str, Any], *, own_loadi
             target.detach().copy_(read_like(each, target))
         else:
             rest[key] = map_structure(whole, each)
-    is_part = len(rest) < len(state)
-    module.load_state_dict(rest, strict=not is_part)
+    result = module.load_state_dict(rest, strict=strict and len(rest) == len(state))
     if assigned:
         module.load_state_dict(assigned, strict=False, assign=True)
+    return result
 
 
 def _with_memory(leaf: Any, target: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,12 @@ In the notebook, objects may be handles. Each step then runs on their replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
+from distnb.checkpoint.joint_saving import JointSave
 from distnb.checkpoint.states.base import Kind, copied, described, listed, outline
 from distnb.checkpoint.states.dataset_states import Datasets
 from distnb.checkpoint.states.keras_states import KerasObjects
@@ -18,11 +20,22 @@ from distnb.checkpoint.states.module_states import TorchModules
 from distnb.checkpoint.states.optimizer_states import Optimizers
 from distnb.checkpoint.states.other_states import OtherObjects, has_state
 from distnb.checkpoint.states.tensor_states import Tensors
+from distnb.checkpoint.tensor_slices import slice_of
 from distnb.errors import CheckpointError, CheckpointMismatchError, OptionError
 from distnb.values import DistributedValues, Mirrored
-from distnb.values.structure import map_structure
+from distnb.values.structure import flatten, map_structure
 
-__all__ = ["Agree", "check_object", "holds_shards", "restore_all", "state_of", "unused"]
+__all__ = [
+    "Agree",
+    "check_object",
+    "handles_of_shards",
+    "holds_shards",
+    "on_replicas",
+    "restore_all",
+    "state_of",
+    "unused",
+    "write_parts_on_replicas",
+]
 
 Agree = Callable[[list[str]], list[str]]
 """A function that returns the lines of all replicas on each."""
@@ -35,23 +48,23 @@ class _Handles(Kind):
         return isinstance(value, Mirrored)
 
     def state(self, value: Any, name: str) -> Any:
-        return _fetched(_on_replicas(state_of, value, name), name)
+        return _fetched(on_replicas(state_of, value, name), name)
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
-        lines = _on_replicas(_misfits_as_text, value, saved, name)
+        lines = on_replicas(_misfits_as_text, value, saved, name)
         return str(lines).split("\n") if lines else []
 
     def may_fail(self, value: Any) -> bool:
-        return bool(_on_replicas(_may_fail, value))
+        return bool(on_replicas(_may_fail, value))
 
     def before(self, value: Any, name: str) -> Any:
-        return _on_replicas(_before, value, name)  # the copy stays on the replicas
+        return on_replicas(_before, value, name)  # the copy stays on the replicas
 
     def restore(self, value: Any, state: Any, name: str) -> None:
-        _on_replicas(_restore_, value, state, name)
+        on_replicas(_restore_, value, state, name)
 
     def holds_shards(self, value: Any) -> bool:
-        return bool(_on_replicas(holds_shards, value))
+        return bool(on_replicas(holds_shards, value))
 
 
 _KINDS: tuple[Kind, ...] = (
@@ -243,9 +256,30 @@ def unused(objects: Any, states: Any, name: str = "") -> list[str]:
 # -------------------------------------------------------------------------------
 
 
-def _on_replicas(function: Callable[..., Any], handle: Any, *others: Any) -> Any:
+def on_replicas(function: Callable[..., Any], handle: Any, *others: Any) -> Any:
     """Call a function with a handle's object on the replicas, in the way that torch's functions are called."""
     return type(handle).__torch_function__(function, (), (handle, *others))
+
+
+def handles_of_shards(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects in the notebook that are sharded over replicas: handles, and trees of handles."""
+    if not any(isinstance(each, Mirrored) for each in flatten(objects)[0]):
+        return {}
+    return {name: each for name, each in objects.items() if holds_shards(each)}
+
+
+def write_parts_on_replicas(objects: dict[str, Any], unfinished: Path) -> tuple[dict[str, Any], Any]:
+    """Have the replicas write the parts of objects. Return the facts of each, and the description of the states."""
+    handle = next(each for each in flatten(objects)[0] if isinstance(each, Mirrored))
+    parts, described = on_replicas(_write_parts, handle, objects, str(unfinished))
+    return dict(parts), described
+
+
+def _write_parts(_handle: Any, objects: Mapping[str, Any], unfinished: str) -> tuple[dict[str, Any], Any]:
+    states = {name: state_of(value, name) for name, value in objects.items()}
+    save = JointSave(map_structure(slice_of, states), others=1)
+    save.begin("", unfinished)
+    return save.write_parts()
 
 
 def _fetched(state: Any, name: str) -> Any:
