@@ -145,10 +145,27 @@ def local_tensor(tensor: Any) -> Any:
 
 def shape_and_offset_of_shard(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this process's part of a DTensor, and its offset in the whole."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is not None and all(_is_cut_in_order(each) for each in tensor.placements):
+        # torch's function, from version 2.13 on, makes a list of all rows of the part.
+        shape, offset = list(tensor.shape), [0] * tensor.dim()
+        for number, placement in enumerate(tensor.placements):
+            if placement.is_shard():
+                whole = shape[placement.dim]
+                each = -(-whole // mesh.size(number))
+                first = min(each * coordinate[number], whole)
+                shape[placement.dim] = min(each, whole - first)
+                offset[placement.dim] += first
+        return tuple(shape), tuple(offset)
     with private_names("torch"):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
 
-    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+
+
+def _is_cut_in_order(placement: Any) -> bool:
+    """Return whether the parts are consecutive rows, in the order of the replicas."""
+    return not hasattr(placement, "split_factor") and (placement.is_shard() or placement.is_replicate())
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
