@@ -83,7 +83,7 @@ def _export(model: torch.nn.Module, folder: str, max_file_nbytes: int) -> str:
     target = Path(folder)
     on_chief(lambda: _check_free(target))
     process = this_process.replica
-    writer = _Writer(target, outlines) if process is None or process.rank == 0 else None
+    writer = _ModelWriter(target, outlines) if process is None or process.rank == 0 else None
     for file, names in files.items():
         names = sorted(names, key=lambda name: (-outlines[name][0].itemsize, name))  # every tensor is aligned
         if writer is not None:
@@ -165,7 +165,7 @@ def _whole_value(tensor: Any) -> torch.Tensor:
     return whole.detach()
 
 
-class _Writer:
+class _ModelWriter:
     """The files on replica 0. An error is raised at the end, because the other replicas gather until then."""
 
     def __init__(self, folder: Path, outlines: Mapping[str, _Outline]) -> None:

@@ -91,7 +91,8 @@ def read_like(leaf: Any, target: Any) -> Any:
     elif isinstance(leaf, StoredTensor):
         part = leaf.read(offset, shape)
     else:
-        part = leaf.detach()[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+        window = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+        part = leaf.detach()[window].clone()  # torch cannot pickle a DTensor whose part is a window on other memory
     device = torch.device(target.device_mesh.device_type) if local.is_meta else local.device
     return DTensor.from_local(
         part.to(device),
