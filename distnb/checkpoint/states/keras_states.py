@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distnb.checkpoint.states.base import Kind, described
+from distnb.checkpoint.stored_tensors import StoredTensor
 from distnb.checkpoint.tensor_slices import is_sharded, read_like
 from distnb.errors import OptionError
 from distnb.runtime.servers.here import servers_here
@@ -68,10 +69,11 @@ class KerasObjects(Kind):
     def restore(self, value: Any, state: Any, name: str) -> None:
         for part, variables in _parts(value).items():
             for variable, saved in zip(variables, state[part], strict=True):
-                variable.assign(read_like(saved, variable.value))
+                # Reading the value may communicate.
+                variable.assign(read_like(saved, variable.value) if isinstance(saved, StoredTensor) else saved)
 
     def holds_shards(self, value: Any) -> bool:
-        return any(is_sharded(each.value) for variables in _parts(value).values() for each in variables)
+        return hasattr(value, "parameters") and any(map(is_sharded, value.parameters()))
 
 
 def _class_of_optimizer(value: Any) -> str:
