@@ -20,7 +20,8 @@ from distnb.cluster.lifecycle import Cluster, RunningCluster
 from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.remote.further_engines import PlacedEngine, place_further
-from distnb.cluster.remote.hosts import HostPlan, make_plan, read_host_options
+from distnb.cluster.remote.host_plan import HostPlan, make_plan
+from distnb.cluster.remote.hosts import read_host_options
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.start_options import StartOptions
 from distnb.topology import Task

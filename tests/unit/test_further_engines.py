@@ -11,7 +11,8 @@ from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.remote import further_engines
 from distnb.cluster.remote.base import Found, Transport
 from distnb.cluster.remote.further_engines import PlacedEngine, place_further
-from distnb.cluster.remote.hosts import HostOptions, HostPlan
+from distnb.cluster.remote.host_plan import HostPlan
+from distnb.cluster.remote.hosts import HostOptions
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import StartError
 from distnb.topology import PS, WORKER, Device, Task

@@ -21,7 +21,8 @@ from distnb.cluster.network import address_towards, interface_of, listening_addr
 from distnb.cluster.process_environment import without_task_variables
 from distnb.cluster.remote.base import Found, Hosts, Transport, probe
 from distnb.cluster.remote.heartbeat import heartbeat
-from distnb.cluster.remote.hosts import HostOptions, are_workers, make_plan, read_host_options
+from distnb.cluster.remote.host_plan import make_plan
+from distnb.cluster.remote.hosts import HostOptions, are_workers, read_host_options
 from distnb.cluster.remote.node_agent import Assignment
 from distnb.cluster.remote.transports.ray_nodes import RayOptions
 from distnb.cluster.remote.transports.srun import Slurm
@@ -114,8 +115,8 @@ def test_a_host_list_is_recognised_as_the_workers(monkeypatch: pytest.MonkeyPatc
 def test_engines_are_distributed_over_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Capacity(cores=16, memory_nbytes=2**40)
     found = {"a": Found(4, room, {"numpy": "2.1"}), "b": Found(0, Capacity(cores=1, memory_nbytes=2**40), {})}
-    monkeypatch.setattr("distnb.cluster.remote.hosts.probe", lambda names, way, on_progress: found)
-    monkeypatch.setattr("distnb.cluster.remote.hosts.listening_address", lambda names, interface: "10.0.0.1")
+    monkeypatch.setattr("distnb.cluster.remote.host_plan.probe", lambda names, way, on_progress: found)
+    monkeypatch.setattr("distnb.cluster.remote.host_plan.listening_address", lambda names, interface: "10.0.0.1")
 
     notices: list[str] = []
 

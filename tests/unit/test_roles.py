@@ -11,7 +11,8 @@ import pytest
 import distnb
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.remote.base import Found
-from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan, read_host_options
+from distnb.cluster.remote.host_plan import HostPlan, make_plan
+from distnb.cluster.remote.hosts import HostOptions, read_host_options
 from distnb.cluster.remote.secret import read_secret, secret_path
 from distnb.cluster.remote.server_client import connect_patience_s
 from distnb.cluster.remote.transports.mpiexec import MPI
@@ -108,10 +109,10 @@ def test_tasks_are_assigned_to_machines(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def planned(monkeypatch: pytest.MonkeyPatch, options: HostOptions, gpus: int, devices: str | None = None) -> HostPlan:
     monkeypatch.setattr(
-        "distnb.cluster.remote.hosts.probe",
+        "distnb.cluster.remote.host_plan.probe",
         lambda names, way, on_progress: dict.fromkeys(names, Found(gpus, Capacity(cores=2, memory_nbytes=2**40), {})),
     )
-    monkeypatch.setattr("distnb.cluster.remote.hosts.listening_address", lambda names, interface: "10.0.0.1")
+    monkeypatch.setattr("distnb.cluster.remote.host_plan.listening_address", lambda names, interface: "10.0.0.1")
     return make_plan(StartOptions(devices=devices), options)
 
 

@@ -55,7 +55,8 @@ from distnb.cluster.lifecycle import Cluster, EngineProcess
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.remote.further_engines import PlacedEngine, place_further
 from distnb.cluster.remote.heartbeat import HeartbeatListener
-from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
+from distnb.cluster.remote.host_plan import HostPlan, make_plan
+from distnb.cluster.remote.hosts import HostOptions
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.start_options import DETACHED_HOURS, StartOptions
 from distnb.errors import ClusterError, DistnbError, NoClusterError

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from distnb.cluster.devices import further_devices
 from distnb.cluster.local.capacity import Capacity, check_capacity, this_machine
 from distnb.cluster.remote.base import Found, Transport, probe
-from distnb.cluster.remote.hosts import HostOptions, HostPlan
+from distnb.cluster.remote.host_plan import HostPlan
+from distnb.cluster.remote.hosts import HostOptions
 from distnb.errors import DistnbError, StartError
 from distnb.topology import WORKER, Device, Task
 
