@@ -273,6 +273,12 @@ class Cluster(RunningCluster):
                     del self._devices[engine]
                     self.launcher.remove(engine)
 
+    def give_up(self, engines: Sequence[int]) -> None:
+        """End further engines, and forget them, also while another thread adds them."""
+        self._end(self._running(), engines)  # `add`, which holds the lock, fails then
+        with self._lock:
+            self.remove([engine for engine in engines if engine in self._devices])
+
     def _running(self) -> Processes:
         if self._processes is None:
             raise NoClusterError("There is no running cluster whose engines could be changed. Start one first.")

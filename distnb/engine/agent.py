@@ -130,7 +130,7 @@ class Agent:
         self._loop = IOLoop.current()
         self._has_returned = False  # whether a notebook is there to which this thread has not sent its hello
         self._latest: Any = None  # the latest program of a team: its message
-        self._unseen_error: ErrorReport | None = None
+        self._latest_error: ErrorReport | None = None  # only if the engine stays
         self._absence = None
         if connection.on_disconnect:
             self._absence = Absence(
@@ -195,6 +195,7 @@ class Agent:
         state = None
         if returning and self._absence is not None:
             latest, team = (self._latest.program, self._latest.team) if self._latest is not None else (0, None)
+            process = this_process.replica
             state = EngineState(
                 program=latest,
                 engines=team.engines if team is not None else (),
@@ -203,7 +204,8 @@ class Agent:
                 serial=self._objects.serial,
                 generation=team.generation if team is not None else 0,
                 teams=self._objects.keys,
-                error=self._unseen_error,
+                strategies=() if process is None else tuple(strategy.spec for strategy in process.strategies),
+                error=self._latest_error,
             )
         return Hello(self.engine, os.getpid(), socket.gethostname(), state)
 
@@ -213,7 +215,6 @@ class Agent:
         if self._serving:
             return  # the program's end calls this again
         self._has_returned = False
-        assert self._absence is not None
         if self.connection.listener:
             self._ignore()
             self._programs.close()
@@ -226,8 +227,6 @@ class Agent:
             self._programs = connected
             self._listen()
         self._programs.send(self._hello(returning=True))
-        self._absence.owes_hello = False
-        self._unseen_error = None
 
     def _running(self) -> tuple[int, int] | None:
         return self._control.running
@@ -285,6 +284,8 @@ class Agent:
                                 # Releasing a failed cell's objects may take seconds: a DataLoader waits for workers.
                                 self._guard.release(self._forget_failure)
                             link.send(self.perform(message))
+                            if link.ended and self._absence is not None:
+                                self._absence.reply_lost(message.program)
                             if self._failure is not None and not self._failure.text:
                                 self._guard.release(self._failure.limit if kind.keeps_failure else self._forget_failure)
                         break
@@ -353,7 +354,7 @@ class Agent:
             reply = self.failed(message.program, error)
         _logger.debug("program %d ended: %s", message.program, reply.status)
         if self._absence is not None:
-            self._unseen_error = reply.error if self._absence.owes_hello else None
+            self._latest_error = reply.error
         folder_locks.release_kept()
         debugger.stop_stepping()
         self._console.leave()

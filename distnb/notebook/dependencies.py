@@ -20,7 +20,7 @@ class Dependencies:
 
     Args:
         hosts: The machine of each engine.
-        packages: The versions of the packages on each machine.
+        packages: The versions of the packages on each machine. Machines without an entry are not compared.
         announce: Shows a notice to the user.
         sync: Whether local modules are sent.
 
@@ -30,13 +30,13 @@ class Dependencies:
 
     def __init__(
         self,
-        hosts: Sequence[str],
+        hosts: Mapping[int, str],
         packages: Mapping[str, Mapping[str, str]],
         announce: Callable[[str], None],
         *,
         sync: bool,
     ) -> None:
-        self._hosts = tuple(hosts)
+        self._hosts = hosts
         self._packages = packages
         self._announce = announce
         self._needed: set[str] = set()
@@ -73,12 +73,12 @@ class Dependencies:
     def _differences(self, package: str) -> list[tuple[str, str]]:
         """Return the package and a text for each group of engines whose machine has another version, or none."""
         engines: dict[str, list[int]] = {}
-        for engine, host in enumerate(self._hosts):
-            if differs(package, self._packages.get(host, {})):
+        for engine, host in self._hosts.items():
+            if host in self._packages and differs(package, self._packages[host]):
                 engines.setdefault(host, []).append(engine)
         found = []
         for host, theirs in engines.items():
-            version = self._packages.get(host, {}).get(package)
+            version = self._packages[host].get(package)
             who = f"engine{'s' if len(theirs) > 1 else ''} {', '.join(ranges(theirs))} on {host}"
             verb = "have" if len(theirs) > 1 else "has"
             which = f"{package} {version}" if version else f"no {package}"

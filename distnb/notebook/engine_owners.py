@@ -42,7 +42,7 @@ class EngineOwner(ABC):
         tasks: The task of each engine; empty if all engines are alike.
         store: The address of the rendezvous store, or None if the engines meet by files.
         name: The name of a detached cluster, or "".
-        hosts: The machine of each engine; empty for this machine.
+        hosts: The machine of each engine that does not run on this one.
         packages: The versions of the packages on each of these machines.
         sync: Whether the notebook's local modules are sent to them.
     """
@@ -52,7 +52,7 @@ class EngineOwner(ABC):
     tasks: tuple[Task, ...] = ()
     store: tuple[str, int] | None = None
     name = ""
-    hosts: tuple[str, ...] = ()
+    hosts: Mapping[int, str] = MappingProxyType({})
     packages: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     sync = False
 
@@ -87,6 +87,10 @@ class EngineOwner(ABC):
         """Return places for further engines or, with tasks, for the engines of further workers; and notices."""
 
     @abstractmethod
+    def joined(self) -> None:
+        """Note that further engines have a copy of what the others have. Until then they end with the notebook."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release everything, after the cluster has been stopped."""
 
@@ -101,7 +105,7 @@ class OwnedByNotebook(EngineOwner):
     def __init__(self, plan: HostPlan, *, sync: bool = False) -> None:
         self._plan = plan
         self.tasks = plan.tasks
-        self.hosts, self.packages, self.sync = plan.hosts, plan.packages, sync
+        self.hosts, self.packages, self.sync = dict(enumerate(plan.hosts)), plan.packages, sync
         self.keys = make_keys()
         self._processes = Processes()
         self.directory = self._processes.directory
@@ -151,6 +155,9 @@ class OwnedByNotebook(EngineOwner):
         """Return places that the plan allows."""
         return place_further(self._plan, there, count, on_progress)
 
+    def joined(self) -> None:
+        """Do nothing: all engines end with the notebook."""
+
     def close(self) -> None:
         """Remove the private directory, and close the transport and the store."""
         self._processes.close()
@@ -168,7 +175,7 @@ class OwnedByDaemon(EngineOwner):
         self.directory = client.facts.directory
         self.keys = client.facts.keys
         self.store = client.facts.store
-        self.hosts = tuple(client.facts.hosts.values())
+        self.hosts = client.facts.hosts
         self.packages, self.sync = client.facts.packages, client.facts.sync
 
     def _listening(self) -> tuple[str | None, tuple[int, int] | None]:
@@ -189,6 +196,10 @@ class OwnedByDaemon(EngineOwner):
     ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
         """Return places that the daemon's plan allows."""
         return self.client.place_further(there, count, on_progress)
+
+    def joined(self) -> None:
+        """Have the daemon keep them."""
+        self.client.joined()
 
     def close(self) -> None:
         """Disconnect from the daemon."""

@@ -153,6 +153,7 @@ class Resizing:
                 self._namespace.engines_replaced(new, [each.engine for each in there], grown)
                 for part in self._parts:
                     part.enlist(new)
+                engines.owner.joined()
             except BaseException:
                 self._remove(new, settled=False)
                 raise

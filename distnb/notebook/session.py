@@ -94,6 +94,7 @@ class Session:
         self.front = FrontEnd()
         self.namespace = NotebookNamespace(user_ns, self.perform)
         self.namespace.operations.before = self._send_deferred
+        self.namespace.stays = bool(owner.name)
         self._engines = Engines(owner, self.namespace)
         self._saved_names = SavedNames()
         self._supervisor = self._engines.supervisor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
@@ -30,7 +30,7 @@ class Teams:
         excluded: The engines that belong to no team.
 
     Attributes:
-        used: The strategies that have run a program.
+        used: The strategies that have run a program, also one of an earlier notebook.
     """
 
     def __init__(self, store: tuple[str, int] | None, excluded: AbstractSet[int]) -> None:
@@ -79,15 +79,16 @@ class Teams:
             store_directory=directory,
         )
 
-    def continue_from(self, generation: int) -> None:
-        """Begin after a generation of an earlier notebook."""
+    def continue_from(self, generation: int, used: Iterable[StrategySpec]) -> None:
+        """Begin after a generation of an earlier notebook, which has used these strategies."""
+        self.used.update(used)
         with self._lock:
             self._generation = max(self._generation, generation + 1)
 
     def strategies(self, devices: Mapping[int, Device]) -> dict[tuple[int, ...], list[StrategySpec]]:
         """Return the known strategies, by the engines that each has if the cluster's engines have these devices."""
         found: dict[tuple[int, ...], list[StrategySpec]] = {}
-        for spec in self._teams:
+        for spec in dict.fromkeys((*self._teams, *self.used)):
             with suppress(ClusterError, OptionError):
                 found.setdefault(tuple(choose_engines(spec, self._computing(devices))), []).append(spec)
         return found

@@ -304,7 +304,8 @@ class EngineState(NamedTuple):
         serial: The number of the latest snapshot.
         generation: The generation of its process group.
         teams: The keys of the teams whose objects the engine has.
-        error: The error of the latest program, if it failed without a notebook.
+        strategies: The strategies that have run on it.
+        error: The error of the latest program, if it failed. The earlier notebook may have seen it.
     """
 
     program: int
@@ -314,6 +315,7 @@ class EngineState(NamedTuple):
     serial: int
     generation: int
     teams: tuple[tuple[tuple[int, ...], int], ...]
+    strategies: tuple[StrategySpec, ...] = ()
     error: ErrorReport | None = None
 
 

@@ -17,6 +17,7 @@ from distnb.cluster.detached import registry
 from tests import processes
 from tests.kernel import Notebook, Ran, lines_of_each
 from tests.machines import Machines, machines
+from tests.multiprocess.resize_cases import ADAM, MAKE, STATE, TRAIN, flat, one_replicas
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -93,6 +94,13 @@ def _kill(notebook: Notebook) -> None:
 def _lines(ran: Ran) -> list[str]:
     """Return the lines of the cell `LONG` that both replicas have written, wherever they are shown."""
     return [line.removeprefix("[0-1] ") for line in ran.text.splitlines() if re.fullmatch(r"(\[0-1\] )?line \d+", line)]
+
+
+def _names(shown: str, *kinds: str) -> set[str]:
+    """Return the names that a connection has listed as these kinds."""
+    return {
+        name for kind in kinds for name in re.findall(r"\w+", "".join(re.findall(f"^{kind}.*?: (.*)$", shown, re.M)))
+    }
 
 
 def _runs(pid: int) -> bool:
@@ -207,6 +215,33 @@ def test_an_engine_that_dies_without_a_notebook_is_replaced(cluster: str, notebo
         processes.OF_MODULE.update(processes.children_of_this_run())
         weights = second.value("[each.tolist() for each in distnb.MirroredStrategy().local_results(kept.weight)]")
         assert weights == [before, before]
+
+
+def test_a_cluster_grows_and_shrinks_between_its_notebooks(cluster: str, notebook: Notebook) -> None:
+    train = f"%%distribute mirrored\n{TRAIN}{STATE}strategy.assert_in_sync([model, optimizer])\n"
+    notebook.run(f"%%distribute mirrored\nimport torch\n{MAKE}{ADAM}")
+    notebook.run(train)
+    notebook.run("%distnb resize 3", timeout_s=90)
+    processes.OF_MODULE.update(processes.children_of_this_run())
+    _kill(notebook)
+    with Notebook() as second:
+        shown = second.run(f"%distnb connect {cluster}").text
+        assert "have no" not in shown
+        assert {"batches", "count", "mean", "metric", "model", "optimizer"} <= _names(shown, "Mirrored", "Per replica")
+        assert {"descend", "found", "losses", "step"} <= _names(shown, "Data, functions and modules")
+        assert "3 on cpu:0, cpu:1, cpu:2" in _cli("list")
+        second.run(train)
+        assert second.value("distnb.MirroredStrategy().num_replicas_in_sync") == 3
+        second.run("%distnb resize 1")
+        second.run(train)
+        _kill(second)
+    with Notebook() as third:
+        third.run(f"%distnb connect {cluster}")
+        third.run("%distnb resize 2", timeout_s=90)  # the first that it does
+        processes.OF_MODULE.update(processes.children_of_this_run())
+        third.run(train)
+        assert third.value("distnb.MirroredStrategy().num_replicas_in_sync") == 2
+        assert flat(third.value("found")) == pytest.approx(flat(one_replicas()), abs=1e-5)
 
 
 def test_a_cell_can_end_with_its_notebook(tmp_path: Path) -> None:

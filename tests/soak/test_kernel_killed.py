@@ -1,4 +1,4 @@
-"""A kernel killed at many moments of a training: the next notebook finds everything, and ends with the same numbers."""
+"""A kernel killed at many moments, of a training and of a resize: the next notebook finds everything, and goes on."""
 
 from __future__ import annotations
 
@@ -76,6 +76,64 @@ def test_a_kernel_may_be_killed_at_any_moment() -> None:
             notebook.run(CONTINUE)
             assert notebook.value(WEIGHTS) == expected, f"after a kill at step {found[-1]}"
     assert len(set(found)) > _MOMENTS // 3, found
+    with Notebook() as notebook:
+        notebook.run("%distnb connect soak\n%distnb stop")
+    processes.wait_until(lambda: not processes.children_of_this_run(), 15.0, "processes are left")
+
+
+MODEL = """%%distribute mirrored
+import torch
+with strategy.scope():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+history = []
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+"""
+STEP = """%%distribute mirrored
+strategy.run(step)
+history.append(strategy.num_replicas_in_sync)
+strategy.assert_in_sync(model)
+"""
+
+
+@pytest.mark.parametrize("change", ["%distnb resize 3", "%distnb restart --missing"])
+def test_a_kernel_may_be_killed_while_engines_start(change: str) -> None:
+    def prepare() -> None:
+        notebook.run("import distnb.notebook.compose\nrows = distnb.notebook.compose.require().status()")
+        if notebook.value("len(rows)") == 3:
+            notebook.run("%distnb resize 2")
+        steps.append(notebook.value("(model.weight.numpy().tolist(), len(history))"))
+        if "restart" in change:
+            os.kill(notebook.value("rows[1].pid"), signal.SIGKILL)
+
+    steps: list[object] = []
+    sizes = []
+    with Notebook() as notebook:
+        notebook.run("%distnb start -n 2 --detach --name soak", timeout_s=120)
+        notebook.run(MODEL)
+        notebook.run(STEP)
+        prepare()
+        began = time.monotonic()
+        notebook.run(change, timeout_s=120)
+        duration_s = time.monotonic() - began
+    for moment in range(_MOMENTS):
+        with Notebook() as notebook:
+            notebook.run("%distnb connect soak", timeout_s=120)
+            prepare()
+            notebook.start(change)
+            time.sleep(duration_s * moment / (_MOMENTS - 1))
+            os.kill(notebook.pid, signal.SIGKILL)
+        with Notebook() as notebook:
+            notebook.run("%distnb connect soak", timeout_s=120)
+            assert notebook.value("(model.weight.numpy().tolist(), len(history))") == steps[-1]
+            if "restart" in change:
+                notebook.run(change, timeout_s=120)
+            notebook.run(STEP)
+            sizes.append(notebook.value("history[-1]"))
+    assert set(sizes) == ({2, 3} if "resize" in change else {2}), sizes
     with Notebook() as notebook:
         notebook.run("%distnb connect soak\n%distnb stop")
     processes.wait_until(lambda: not processes.children_of_this_run(), 15.0, "processes are left")

@@ -34,7 +34,7 @@ def test_builds_of_one_version_are_equal() -> None:
 def test_each_difference_is_reported_once() -> None:
     same, notices = installed_packages(), list[str]()
     packages = {"a": {**same, "numpy": "1.0"}, "b": {name: same[name] for name in same if name != "pillow"}}
-    found = Dependencies(["a", "a", "b"], packages, notices.append, sync=False)
+    found = Dependencies({0: "a", 1: "a", 2: "b"}, packages, notices.append, sync=False)
     found.begin({"np": __import__("numpy"), "x": 1})
     here = version_here("numpy")
     assert notices == [
@@ -52,7 +52,7 @@ def test_each_difference_is_reported_once() -> None:
 
 def test_another_version_of_torch_is_explained() -> None:
     notices: list[str] = []
-    Dependencies(["a"], {"a": {**installed_packages(), "torch": "2.0"}}, notices.append, sync=False).begin({})
+    Dependencies({0: "a"}, {"a": {**installed_packages(), "torch": "2.0"}}, notices.append, sync=False).begin({})
     assert notices[0].endswith("Tensors and collectives may fail between versions of torch.")
 
 

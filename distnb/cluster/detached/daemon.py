@@ -102,6 +102,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._free = threading.Condition(self._lock)
         self._holder: _Client | None = None
+        self._joining: set[int] = set()  # further engines that have no copy yet of what the others have
         self._plan: HostPlan | None = None
         self._cluster: Cluster | None = None
         self._facts: DetachedCluster | None = None
@@ -192,14 +193,22 @@ class Daemon:
         self._release(client)
 
     def _release(self, client: _Client) -> None:
+        if self._holder is not client:
+            return
+        self._end_joining()
         with self._free:
-            if self._holder is not client:
-                return
             self._holder = None
             self._free.notify_all()
         _logger.info("%s has disconnected", client.who)
         if self._cluster is None or not self._cluster.engines:
             self._finish("the notebook ended before the engines had started")
+
+    def _end_joining(self) -> None:
+        """End the engines that a notebook was adding when it ended. The cluster keeps its earlier size."""
+        if self._joining and self._cluster is not None:
+            _logger.info("engines %s are ended, because their notebook ended before they had joined", self._joining)
+            self._cluster.give_up(tuple(self._joining))
+            self._joining.clear()
 
     def _answer(self, client: _Client, request: DaemonRequest) -> None:
         value, error = None, None
@@ -245,8 +254,9 @@ class Daemon:
             client.who = who
         _logger.info("%s has connected", who)
         if self._facts is not None and self._cluster is not None:
-            hosts = {engine: self._cluster.host(engine) for engine in self._cluster.engines}
-            self._facts = dataclasses.replace(self._facts, engines=len(hosts), hosts=hosts)
+            engines = self._cluster.engines
+            hosts = {engine: host for engine in engines if (host := self._cluster.host(engine))}
+            self._facts = dataclasses.replace(self._facts, engines=len(engines), hosts=hosts)
         return self._facts
 
     def _on_plan(self, client: _Client, number: int) -> DetachedCluster:
@@ -340,10 +350,23 @@ class Daemon:
         return place_further(self._plan, there, count, client.progress(number))
 
     def _on_add(self, client: _Client, number: int, devices: dict[int, Device], hosts: dict[int, str]) -> None:
-        self._running().add(devices, hosts, on_progress=client.progress(number))
+        progress = client.progress(number)
+
+        def report(text: str) -> None:
+            if client.is_closed:
+                raise ClusterError("The notebook has ended.")
+            progress(text)
+
+        self._joining.update(devices)
+        self._running().add(devices, hosts, on_progress=report)
+
+    def _on_joined(self, client: _Client, number: int) -> None:
+        """Keep the further engines from here on, also if the notebook ends."""
+        self._joining.clear()
 
     def _on_remove(self, client: _Client, number: int, engines: tuple[int, ...]) -> None:
         self._running().remove(engines)
+        self._joining.difference_update(engines)
 
     def _on_notice_ends(self, client: _Client, number: int) -> None:
         self._running().notice_ends()
@@ -377,6 +400,7 @@ class _Client:
 
     def __init__(self, pipe: Pipe[Any, Any]) -> None:
         self.who = ""
+        self.is_closed = False
         self._pipe = pipe
         self._sending = threading.Lock()
 
@@ -393,6 +417,7 @@ class _Client:
 
     def close(self) -> None:
         """Close the connection."""
+        self.is_closed = True
         self._pipe.close()
 
     def send(self, message: Any) -> None:

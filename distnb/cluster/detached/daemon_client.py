@@ -174,6 +174,10 @@ class DaemonClient(RunningCluster):
         self._hosts.update(hosts)
         self._ask("add", dict(devices), dict(hosts), on_progress=on_progress)
 
+    def joined(self) -> None:
+        """Have the daemon keep further engines, also if this notebook ends."""
+        self._ask("joined")
+
     def remove(self, engines: Sequence[int]) -> None:
         """End engines, and forget them."""
         self._ask("remove", tuple(engines))

@@ -41,7 +41,7 @@ class DetachedCluster:
     Attributes:
         directory: The cluster's private directory on this machine.
         engines: The number of engines.
-        hosts: The machine of each engine, by engine; "" or missing for this machine.
+        hosts: The machine of each engine that does not run on this one.
         notices: The notices for the user before the start.
         keys: The cluster's keys. The notebook that connects is the channels' server.
         address: The address at which the notebook listens for engines on other machines.

@@ -32,7 +32,20 @@ from distnb.wire.value_facts import Inspected
 __all__ = ["QUIET", "carry_out"]
 
 QUIET = frozenset(
-    {"copies", "export", "fetch", "holdings", "import", "inspect", "nbytes", "rename", "summary", "threads", "writes"}
+    {
+        "bind",
+        "copies",
+        "export",
+        "fetch",
+        "holdings",
+        "import",
+        "inspect",
+        "nbytes",
+        "rename",
+        "summary",
+        "threads",
+        "writes",
+    }
 )
 """The operations that run no user code that could communicate."""
 
@@ -60,6 +73,7 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     snapshot = request.snapshot
     objects = namespace.teams.of(snapshot.team)
     replica = namespace.replica_in(snapshot.team)
+    # Spectators only open the snapshot. For "bind" all replicas are.
     spectator = request.answers is not None and replica not in request.answers
     if spectator or message.operation in _TRANSFERS:
         namespace.open(snapshot, replica)

@@ -27,29 +27,36 @@ class Absence:
     Attributes:
         lasts: Whether no notebook is there.
         unseen: The first program that the earlier notebook did not see end; 0 if there is none.
-        owes_hello: Whether the main thread has not introduced itself to the next notebook yet. Until then the replies
-            of its programs reach nobody.
     """
 
     def __init__(self, policy: str, hello: Callable[[], Any], reconnect: Callable[[], None]) -> None:
         self.ends_programs = policy == "end"
         self.hello = hello
         self.reconnect = reconnect
-        self.lasts = self.owes_hello = False
+        self.lasts = False
         self.unseen = 0
+        self._unanswered = 0  # the program whose reply could not be sent, before it is known that the notebook has gone
         self._kept = KeptEvents()
 
     def begin(self, running: tuple[int, int] | None) -> None:
         """Begin the absence, in which this (program, replica) may run."""
         _logger.info("the notebook has gone")
         if not self.lasts:
-            self.lasts = self.owes_hello = True
-            self.unseen = running[0] if running is not None else 0
+            self.lasts = True
+            self.unseen = running[0] if running is not None else self._unanswered
+        self._unanswered = 0
 
     def program_began(self, program: int) -> None:
         """Note that a program that had arrived before begins."""
         if self.lasts:
             self.unseen = self.unseen or program
+
+    def reply_lost(self, program: int) -> None:
+        """Note that the reply of a program could not be sent."""
+        if self.lasts:
+            self.unseen = self.unseen or program
+        else:
+            self._unanswered = program
 
     def keep(self, events: Sequence[Any]) -> None:
         """Keep events, which are also sent unless the absence lasts."""

@@ -30,6 +30,7 @@ class BoundNames:
 
     Attributes:
         latest: The names that the latest snapshot bound, if nothing was bound since; else None.
+        earlier: Names that were bound before the bindings were last forgotten.
 
     An example: cell 1 starts a thread that reads `rate`, `rows` and `done`. Then the notebook executes `rate = 0.1`,
     `rows = []` and `del done`. Cell 2, which reads none of these names, begins. From then on the thread finds the new
@@ -38,6 +39,7 @@ class BoundNames:
 
     def __init__(self, tracker: Tracker) -> None:
         self.latest: tuple[str, ...] | None = None
+        self.earlier: set[str] = set()
         self._tracker = tracker
         self._values: dict[str, Any] = {}  # immutable values, modules, and weak references to handles
         self._sent: set[str] = set()  # names whose immutable values and handles the engines keep
@@ -46,6 +48,7 @@ class BoundNames:
     def clear(self) -> None:
         """Forget all bindings, since an engine may have other values."""
         self.latest = None
+        self.earlier |= self._there
         self._values.clear()
         self._sent.clear()
         self._there.clear()

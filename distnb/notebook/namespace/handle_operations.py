@@ -336,6 +336,18 @@ class HandleOperations:
                 return set(exported)
             left_out += tuple(unopened)
 
+    def bind_again(self, tracked: TrackedObjects) -> None:
+        """Bind the notebook's data on new replicas, too, if the engines stay: the next notebook has it from them only.
+
+        Otherwise data is sent when a program needs it.
+        """
+        bound, user_ns = tracked.bound, self._namespace.user_ns
+        names = [name for name in sorted(bound.earlier) if name in user_ns and type(user_ns[name]) not in HANDLES]
+        bound.earlier.clear()
+        if self._namespace.stays and names:
+            snapshot = self._namespace.call_snapshot(tracked, None, names=names)
+            self._transfer(tracked, "bind", (0, ""), Request(snapshot=snapshot, answers=()))
+
 
 def _no_object(state: RemoteState) -> str:
     kinds = ", ".join(sorted({type(value).__name__ for value in state.local.values()}))

@@ -53,6 +53,7 @@ class NotebookNamespace:
 
     Attributes:
         most_nbytes: The size above which data stays on the engines.
+        stays: Whether the engines stay for another notebook.
         batch: The latest batch of an iteration over a distributed dataset. As an argument of a call, its lists and
             dicts are rebuilt on the replicas, and are not digested.
     """
@@ -60,6 +61,7 @@ class NotebookNamespace:
     def __init__(self, user_ns: dict[str, Any], perform: Perform, announce: Callable[[str], None] = print) -> None:
         self.user_ns = user_ns
         self.most_nbytes = DATA_LIMIT_NBYTES
+        self.stays = False
         self.batch: Any = None
         self.operations = HandleOperations(self, perform)
         self._announce = announce
@@ -108,9 +110,17 @@ class NotebookNamespace:
         return self.call_snapshot(self._teams.of(team.engines), (tuple(args), dict(kwargs)))
 
     def call_snapshot(
-        self, tracked: TrackedObjects, arguments: Any, *, touched: Sequence[DistributedValues] = ()
+        self,
+        tracked: TrackedObjects,
+        arguments: Any,
+        *,
+        touched: Sequence[DistributedValues] = (),
+        names: Iterable[str] = (),
     ) -> Snapshot:
-        """Return the snapshot of a call, or of an operation on `touched` handles, with arguments `(args, kwargs)`."""
+        """Return the snapshot of a call, or of an operation on `touched` handles, with arguments `(args, kwargs)`.
+
+        It binds the names that the call needs, and further `names`.
+        """
         if tracked.ended:
             raise NamespaceError(
                 "The engines of this strategy were restarted, stopped or left while it was in use. Run the cell again."
@@ -119,6 +129,7 @@ class NotebookNamespace:
         needs = self._needs(tracked)
         for handle in touched:
             needs.follow_handle(handle)
+        needs.more += names
         if arguments is not None:
             arguments = _Arguments(tracked, needs, self.user_ns, self.batch, asked=bool(touched)).replaced(arguments)
         # An object may no longer hold the values that it returned, so it is described again now and then.
@@ -232,9 +243,9 @@ class NotebookNamespace:
         """Assign numbers to snapshots after an earlier notebook's, which are part of the ids of objects."""
         self._serials = itertools.count(serial + 1)
 
-    def adopt_team(self, key: TeamKey) -> tuple[int, ...]:
-        """Continue a team of an earlier notebook. Return its living engines."""
-        tracked = self._teams.adopt(key)
+    def adopt_team(self, key: TeamKey, engines: Iterable[int]) -> tuple[int, ...]:
+        """Continue a team of an earlier notebook. Return its living engines. `engines` are those of the cluster."""
+        tracked = self._teams.adopt(key, engines)
         self._teams.drop_dead_engines(tracked)
         return tracked.key[0]
 

@@ -44,9 +44,14 @@ class TrackedTeams:
             tracked = self._teams[engines] = self._make((engines, next(self._epochs)))
         return tracked
 
-    def adopt(self, key: TeamKey) -> TrackedObjects:
-        """Continue a team of an earlier notebook under the key that its engines know."""
+    def adopt(self, key: TeamKey, engines: Iterable[int]) -> TrackedObjects:
+        """Continue a team of an earlier notebook under the key that its engines know.
+
+        `engines` are those of the cluster. If that notebook ended during a resize, the team may have others.
+        """
         tracked = self._teams[key[0]] = self._make(key)
+        there = set(engines)
+        tracked.whole = tuple(engine for engine in key[0] if engine in there)
         self._epochs = itertools.count(max(key[1], next(self._epochs) - 1) + 1)
         return tracked
 
@@ -115,6 +120,7 @@ class TrackedTeams:
         mirrored = tuple(state_of_handle(handle).identity for handle in handles if isinstance(handle, Mirrored))
         tracked.resend_all()  # the new processes have nothing
         restored = self._operations.restore(tracked, survivor, new, mirrored)
+        self._operations.bind_again(tracked)
         unlike: list[DistributedValues] = []
         for handle in handles:
             state = state_of_handle(handle)

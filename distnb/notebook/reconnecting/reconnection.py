@@ -32,6 +32,7 @@ __all__ = ["Restored", "restore_names", "resume_programs"]
 _HELLOS_S = 60.0
 _FLUSH_S = 10.0
 _POLL_S = 0.02
+_OF_NEW_ENGINE = EngineState(program=0, engines=(), unseen=0, running=False, serial=0, generation=0, teams=())
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def resume_programs(engines: Engines, on_progress: Callable[[str], None]) -> dic
     supervisor, dispatch = engines.supervisor, engines.dispatch
     states = _states(engines, on_progress)
     dispatch.continue_from(max((state.program for state in states.values()), default=0))
-    engines.teams.continue_from(max((state.generation for state in states.values()), default=0))
+    used = {spec for state in states.values() for spec in state.strategies}
+    engines.teams.continue_from(max((state.generation for state in states.values()), default=0), used)
     # A program is followed from here on as if it had been sent from here: an error on one engine ends it on the others.
     unseen = {state.unseen for state in states.values() if state.unseen}
     unseen |= {state.program for state in states.values() if state.unseen}
@@ -98,11 +100,11 @@ def resume_programs(engines: Engines, on_progress: Callable[[str], None]) -> dic
     latest: dict[int, int] = {}
 
     def idle(hello: Hello) -> None:
-        state = hello.state
-        assert state is not None
+        state = hello.state or _OF_NEW_ENGINE
         latest[hello.engine] = state.program
-        if state.error is not None:
-            errors[hello.engine] = state.error
+        if state.error is not None and state.program in programs:
+            errors[hello.engine] = error = state.error
+            supervisor.failed(hello.engine, state.program, f"{error.type_name}: {error.text}")
         for number in programs:
             if hello.engine not in members[number]:
                 continue
@@ -138,8 +140,7 @@ def _states(engines: Engines, on_progress: Callable[[str], None]) -> dict[int, E
         on_progress(f"waiting for engines {', '.join(map(str, missing))}")
         time.sleep(_POLL_S)
     hellos = engines.supervisor.hellos
-    none = EngineState(program=0, engines=(), unseen=0, running=False, serial=0, generation=0, teams=())
-    return {engine: hellos[engine].state or none for engine in engines.left}
+    return {engine: hellos[engine].state or _OF_NEW_ENGINE for engine in engines.left}
 
 
 def _show_errors(errors: Mapping[int, Any], team: Team | None) -> None:
@@ -161,20 +162,23 @@ def restore_names(engines: Engines, namespace: NotebookNamespace, ask: Ask, late
             program can be repeated with the same numbers.
     """
     hellos = engines.supervisor.hellos
-    states = {engine: hello.state for engine in engines.left if (hello := hellos.get(engine)) and hello.state}
+    greeted = {engine: hello for engine in engines.left if (hello := hellos.get(engine)) is not None}
+    states = {engine: hello.state or _OF_NEW_ENGINE for engine, hello in greeted.items()}
     namespace.continue_from(max((state.serial for state in states.values()), default=0))
     saved = SavedNames.load(engines.cluster.directory)
     before = {name for name in user_names(namespace.user_ns) if not _is_stale(namespace.user_ns[name])}
-    for engine in set(engines.ids) - set(engines.left):
-        namespace.engine_died(engine)
+    names = {name: each.identity for name, each in saved.bound.items()}
     keys = sorted({key for state in states.values() for key in state.teams}, key=lambda key: -len(key[0]))
+    # The notebook may have ended before a new process got a copy of what the others have.
+    empty = {engine for engine, state in states.items() if keys and not state.teams}
+    for engine in {*engines.ids, *(engine for key in keys for engine in key[0])} - (states.keys() - empty):
+        namespace.engine_died(engine)
     skipped = tuple(before)
     for key in keys:
-        alive = [engine for engine in key[0] if engine in states]
+        alive = [engine for engine in key[0] if engine in states and engine not in empty]
         if not all(key in states[engine].teams for engine in alive):
             continue  # the notebook ended while it sent the engines another key
-        names = {name: each.identity for name, each in saved.bound.items() if each.engines == key[0]}
-        team_engines = namespace.adopt_team(key)
+        team_engines = namespace.adopt_team(key, engines.ids)
         snapshot = namespace.restoring_snapshot(team_engines)
         behind = min(team_engines, key=lambda engine: latest.get(engine, 0))
         undone = tuple(engine for engine in team_engines if latest.get(engine, 0) > latest.get(behind, 0))
@@ -193,6 +197,8 @@ def restore_names(engines: Engines, namespace: NotebookNamespace, ask: Ask, late
         if name in before or not isinstance(found, HANDLES) or isinstance(found, Mirrored) is each.mirrored:
             continue
         change_kind(found, mirrored=each.mirrored)
+    if empty:
+        namespace.engines_replaced(empty, states.keys() - empty)
     return _sorted_names(namespace.user_ns, before, saved)
 
 

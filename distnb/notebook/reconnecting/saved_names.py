@@ -30,12 +30,10 @@ class SavedName:
     """A name that is bound to an engine object.
 
     Attributes:
-        engines: The engines of its team.
-        identity: The object's id on them.
+        identity: The object's id on the engines.
         mirrored: Whether the notebook's handle was a Mirrored.
     """
 
-    engines: tuple[int, ...]
     identity: ObjectId
     mirrored: bool
 
@@ -66,7 +64,7 @@ class SavedNames:
             if type(handle) in HANDLES:
                 state = state_of_handle(handle)
                 if not state.tracked.ended:
-                    bound[name] = SavedName(state.tracked.key[0], state.identity, isinstance(handle, Mirrored))
+                    bound[name] = SavedName(state.identity, isinstance(handle, Mirrored))
             elif isinstance(handle, types.ModuleType):
                 modules[name] = handle.__name__
             else:
