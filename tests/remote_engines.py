@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -182,6 +183,45 @@ def check_roles(notebook: Notebook, start: str, placed: dict[str, str], workers:
     notebook.run("%%distribute mirrored\nimport os\nwhere = strategy.run(lambda: os.uname().nodename)")
     assert list(notebook.value("strategy.local_results(where)")) == workers
     check_stop(notebook)
+
+
+_KEPT = """%%distribute mirrored
+import distnb, torch
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+own = torch.full((1,), float(distnb.replica_id()))
+rows = [1, 2]
+"""
+_TOTAL = """%%distribute mirrored
+total = strategy.reduce("sum", strategy.run(lambda: own + model.bias.detach() * 0 + len(rows)), axis=None).item()
+"""
+
+
+def check_detached(start: str, replicas: int, env: dict[str, str], meanwhile: Callable[[], None]) -> None:
+    """Check that engines stay when their notebook is killed, and that the next notebook has everything and ends them.
+
+    Args:
+        start: The line that starts the engines.
+        replicas: Their number.
+        env: Added to the environment of the first notebook, but not of the second.
+        meanwhile: Called while no notebook is connected.
+    """
+    with Notebook(env=env) as first:
+        first.run(f"{start} --detach --name kept", timeout_s=150)
+        first.run(_KEPT)
+        weights = first.value("model.weight.numpy().tolist()")
+        os.kill(first.pid, signal.SIGKILL)
+        processes.ends(first.pid, 10)
+    meanwhile()
+    with Notebook() as second:
+        shown = second.run("%distnb connect kept").text
+        assert "Mirrored: model." in shown
+        assert "Per replica: own." in shown
+        assert second.value("rows") == [1, 2]
+        assert second.value("model.weight.numpy().tolist()") == weights
+        second.run(_TOTAL)
+        assert second.value("total") == sum(range(replicas)) + 2 * replicas
+        check_stop(second)
 
 
 def check_stop(notebook: Notebook) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from tests import processes
 from tests.kernel import Notebook, lines_of_each
+from tests.remote_engines import check_detached
 
 pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = pytest.mark.timeout(240)
@@ -200,6 +201,17 @@ def test_the_end_of_the_notebook_frees_everything(cluster: Cluster) -> None:
         assert "ps 0" in killed.run("%distnb status").text
         os.kill(killed.pid, signal.SIGKILL)
         _wait_until_free(cluster)
+
+
+@pytest.mark.soak  # test_detached.py tests it on machines that ssh reaches
+def test_engines_stay_when_their_notebook_is_killed(cluster: Cluster) -> None:
+    def meanwhile() -> None:
+        assert cluster.do("free") == _NODES - 2
+
+    # The daemon connects to the cluster to which the notebook is connected.
+    connect = f"import ray\nray.init({cluster.address!r}, log_to_driver=False, logging_level='error')\n"
+    check_detached(f"{connect}%distnb start --ray -n 2", 2, {}, meanwhile)
+    _wait_until_free(cluster)
 
 
 def _run(cluster: Cluster, program: str, *folders: str) -> str:

@@ -17,6 +17,7 @@ from tests.kernel import Notebook
 from tests.machines import Machines, machines
 from tests.remote_engines import (
     check_cut_off,
+    check_detached,
     check_killed,
     check_resize,
     check_roles,
@@ -154,6 +155,14 @@ def test_roles_are_assigned_to_nodes(notebook: Notebook) -> None:
     )
     placed = {"worker 0": "blue", "worker 1": "blue", "worker 2": "red", "ps 0": "red"}
     check_roles(notebook, start, placed, ["blue", "blue", "red"])
+
+
+def test_engines_stay_when_their_notebook_is_killed(environment: dict[str, str]) -> None:
+    """Connect from a notebook outside the allocation."""
+    env = {**environment, "OMP_NUM_THREADS": "1"}
+    start = "%distnb start --launcher slurm --per-host 1"
+    # srun (two processes), node agent with its guardian, engine; the daemon and its guardian.
+    check_detached(start, 2, env, lambda: processes.wait_until(lambda: len(left()) == 2 * 5 + 2, 20, str(left())))
 
 
 def test_a_failing_srun_is_an_error(notebook: Notebook) -> None:

@@ -6,8 +6,10 @@ import dataclasses
 import inspect
 import os
 import queue
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +197,18 @@ def test_a_ray_cluster_has_a_bundle_for_each_engine() -> None:
         "worker 1": "ray-1",
         "ps 0": "ray-2",
     }
+
+
+def test_the_ray_cluster_of_the_notebook_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(gcs_address="10.0.0.7:6379")
+    client = SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: False))
+    connected = SimpleNamespace(
+        is_initialized=lambda: True, get_runtime_context=lambda: context, util=SimpleNamespace(client=client)
+    )
+    monkeypatch.setitem(sys.modules, "ray", connected)
+    found = read_options(ray=True, n=2)
+    assert found is not None
+    assert found.ray == RayOptions("10.0.0.7:6379")
 
 
 def test_a_notebook_listens_on_the_address_of_its_launcher() -> None:

@@ -12,7 +12,12 @@ from distnb.cluster.remote.base import Transport
 from distnb.cluster.remote.secret import secret_path
 from distnb.cluster.remote.transports.ipyparallel_cluster import IPythonParallel, IPythonParallelOptions, count_engines
 from distnb.cluster.remote.transports.mpiexec import MPI
-from distnb.cluster.remote.transports.ray_nodes import RayNodes, RayOptions, usual_number_of_engines
+from distnb.cluster.remote.transports.ray_nodes import (
+    RayNodes,
+    RayOptions,
+    connected_address,
+    usual_number_of_engines,
+)
 from distnb.cluster.remote.transports.server_transport import ServerTransport
 from distnb.cluster.remote.transports.srun import Slurm, allotted_nodes, tasks_of_nodes
 from distnb.cluster.remote.transports.ssh import SSH
@@ -184,7 +189,8 @@ def _bundles(options: StartOptions, given: Mapping[str, Any]) -> HostOptions:
             "resources of its own. Start more workers instead."
         )
     ray = RayOptions(
-        address="auto" if options.ray is True else str(options.ray),
+        # The daemon of a detached cluster is a process of its own, which might find another Ray cluster.
+        address=(connected_address() or "auto") if options.ray is True else str(options.ray),
         cpus=1.0 if options.cpus_per_engine is None else options.cpus_per_engine,
         gpus=options.gpus_per_engine,
         spread=options.spread,

@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -33,7 +34,7 @@ from distnb.cluster.remote.transports.server_transport import ServerTransport
 from distnb.cluster.worker_placement import is_loopback, split_address
 from distnb.errors import OptionError, StartError
 
-__all__ = ["EngineHost", "RayNodes", "RayOptions", "usual_number_of_engines"]
+__all__ = ["EngineHost", "RayNodes", "RayOptions", "connected_address", "usual_number_of_engines"]
 
 _logger = logging.getLogger("distnb.cluster.remote")
 
@@ -234,6 +235,14 @@ class RayNodes(Transport):
                 _ray().shutdown()
                 self._connected = False
             self._directory.remove()
+
+
+def connected_address() -> str | None:
+    """Return the address of the Ray cluster to which this process is connected, or None."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or ray.util.client.ray.is_connected():
+        return None
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def usual_number_of_engines(options: RayOptions) -> int:
