@@ -39,6 +39,7 @@ _WHERE = {
     "MirroredStrategy": "distnb.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "distnb.strategies.multi_worker",
     "CentralStorageStrategy": "distnb.strategies.central_storage",
+    "ShardedStrategy": "distnb.strategies.sharded",
     "TPUStrategy": "distnb.strategies.tpu",
     "ParameterServerStrategy": "distnb.strategies.parameter_server",
     "ShardedVariable": "distnb.runtime.servers.server_variable",
@@ -134,6 +135,7 @@ if TYPE_CHECKING:
     from distnb.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from distnb.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
     from distnb.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
+    from distnb.strategies.sharded import ShardedStrategy as ShardedStrategy
     from distnb.strategies.tpu import TPUStrategy as TPUStrategy
     from distnb.strategies.variable_class import Variable as Variable
     from distnb.values import DistributedValues as DistributedValues

@@ -21,6 +21,8 @@ __all__ = ["PATCHES", "Patch", "installed", "remove", "replace", "wrap"]
 _GROUPS = "Our group acts as torch's default group: a program finds it, and only releases it when it would destroy it."
 _WAITS = "torch waits in C++, where no signal ends the wait."
 _HANDLES = "A handle in the notebook is not the object that it refers to. The error explains this, with the cure."
+_SHARDS = "Numbers of a sharded tensor are those of the whole, not of one shard."
+_LOCAL = "FSDP keeps gradients that were made under no_sync elsewhere than in `grad`."
 _METRICS = "Each replica updates its own copy of a metric, and reading the metric aggregates the copies."
 _NAMES = "Metrics have Keras's method names, too."
 _VARIABLES = "Keras's torch backend ignores how the values of several replicas are combined."
@@ -32,8 +34,10 @@ _TABLE: Final = {
     "torch.autograd:_engine_run_backward": "A backward pass aggregates the gradients of mirrored parameters.",
     "torch.nn:SyncBatchNorm.forward": "torch synchronises on GPUs only; replicas on the CPU need it, too.",
     "torch.nn:Module.add_module": _HANDLES,
+    "torch.nn:Module.zero_grad": _LOCAL,
+    "torch.optim:Optimizer.zero_grad": _LOCAL,
     "torch.nn.parallel:DistributedDataParallel.__init__": "It would aggregate gradients a second time.",
-    "torch.optim:Optimizer.add_param_group": _HANDLES,
+    "torch.optim:Optimizer.add_param_group": f"{_HANDLES} An optimizer of a sharded model gets its shards.",
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__": "The number of batches read is compared and measured.",
     # torch.distributed
     "torch.distributed:{init_process_group,destroy_process_group}": _GROUPS,
@@ -42,6 +46,7 @@ _TABLE: Final = {
     "torch.distributed.distributed_c10d:_new_process_group_helper": "Before torch 2.13, subgroups would not be ours.",
     "torch.distributed:Store.{get,multi_get,wait,queue_pop,barrier}": _WAITS,
     "torch.distributed:TCPStore.__init__": _WAITS,
+    "torch.distributed.tensor:DTensor.{numpy,tolist,item,__array__,__float__,__int__,__bool__}": _SHARDS,
     # torchmetrics
     "torchmetrics:Metric.{__init__,__call__,reset,_wrap_update,update_called}": _METRICS,
     "torchmetrics:MetricCollection._merge_compute_groups": "An empty or small batch does not show that states differ.",
@@ -76,7 +81,8 @@ _TABLE: Final = {
 """The reason for each replacement, by its target. A name in braces stands for several targets."""
 
 _ADDED = re.compile(
-    r"multiprocessing\.reduction:.*"  # the library calls the method if it exists
+    r"torch\.distributed\.tensor:.*"
+    r"|multiprocessing\.reduction:.*"  # the library calls the method if it exists
     r"|torchmetrics:.*\.(update_state|result|reset_state|reset_states|name)"
     r"|transformers\.training_args:.*"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -22,12 +23,17 @@ with private_names("torch"):
     from torch._tensor_str import PRINT_OPTS
     from torch._tensor_str import _tensor_str as elements_as_text
     from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+    from torch.utils._pytree import tree_leaves as leaves
+    from torch.utils._pytree import tree_map as map_leaves
 
     # The public names of cuDNN's flags are properties of a module's replacement, which take ten times as long when no
     # code is cached.
     cudnn_benchmark = torch._C._get_cudnn_benchmark
     cudnn_deterministic = torch._C._get_cudnn_deterministic
     _make_subclass = torch.Tensor._make_subclass
+    _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+    no_torch_function = torch._C._disabled_torch_function_impl
     _run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     _patch_step_function = torch.optim.Optimizer._patch_step_function
     _uses_of_storage = getattr(torch._C, "_storage_Use_Count", None)
@@ -35,6 +41,7 @@ with private_names("torch"):
 __all__ = [
     "CAN_COUNT_USES",
     "PRINT_OPTS",
+    "DispatchMode",
     "NormBase",
     "add_each",
     "backward_function",
@@ -43,17 +50,25 @@ __all__ = [
     "cudnn_benchmark",
     "cudnn_deterministic",
     "default_device",
+    "default_generator",
     "elements_as_text",
     "has_gradient_hook",
     "has_no_memory",
     "has_state_hooks",
     "identity_of_storage",
     "is_own_attribute",
+    "is_view",
+    "leaves",
     "local_tensor",
     "make_subclass",
+    "make_wrapper",
+    "map_leaves",
     "negative_view",
     "never_trace",
+    "no_torch_function",
+    "original_class",
     "patch_step",
+    "plain_data",
     "pre_hooks",
     "save_own",
     "saved",
@@ -64,6 +79,7 @@ __all__ = [
     "typed_storage",
     "untyped_storage",
     "uses_of_storage",
+    "written",
     "zero_each",
 ]
 
@@ -133,9 +149,43 @@ def make_subclass(cls: type, tensor: torch.Tensor, requires_grad: bool) -> Any:
     return _make_subclass(cls, tensor, requires_grad)
 
 
+def make_wrapper(cls: type, like: torch.Tensor, device: torch.device) -> Any:
+    """Make a tensor of a subclass that has the shape, strides and dtype of another tensor, and no memory."""
+    return _make_wrapper_subclass(
+        cls, like.size(), strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype, device=device
+    )
+
+
+plain_data: Any = torch.Tensor.data
+"""The property `data` of plain tensors, for subclasses that replace it."""
+
+
+def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments to which an operator of torch writes."""
+    found: list[Any] = []
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, list | tuple) else [value]
+    return found
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator of random numbers that is used on a device if none is named."""
+    if device.type == "cpu":
+        return torch.default_generator
+    generator: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
+    return generator
+
+
 def has_gradient_hook(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a hook that runs after a gradient was accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether autograd regards a tensor as a view of another one."""
+    return bool(tensor._is_view())
 
 
 def local_tensor(tensor: Any) -> Any:
@@ -180,6 +230,12 @@ def default_device() -> torch.device | None:
     """
     device: torch.device | None = torch.utils._device.CURRENT_DEVICE
     return device
+
+
+def original_class(value: Any) -> type:
+    """Return the class of an object as its program made it: FSDP derives a class of its own for each sharded module."""
+    kind, fsdp = type(value), sys.modules.get("torch.distributed.fsdp")
+    return kind.__mro__[2] if fsdp is not None and isinstance(value, fsdp.FSDPModule) else kind
 
 
 # -- the compiler ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import keras
 
-from distnb.strategies.device_objects import register_device_types
+from distnb.runtime.inspection.device_objects import register_device_types
 
 register_device_types(
     keras.Variable,

@@ -90,13 +90,16 @@ class Spmd:
         if single_copy:
             self._shared = SharedVariables(lambda: process.group)
             self._optimizers = SharedOptimizers(lambda: process.group, self._shared, self._sync)
-        self.registration = Registration(strategy, self._sync, lambda: process.group, self._shared)
+        self.registration = self._make_registration()
         self.home = ReplicaHome(self.registration, self._aggregation)
         self._unmanaged = UnmanagedCheck(strategy, self.owns)
         self._open_scopes = 0
         self._unbind_names: Callable[[], None] = lambda: None
         self._generation: int | None = None
         self._steps_reported = False
+
+    def _make_registration(self) -> Registration:
+        return Registration(self._strategy, self._sync, lambda: self._process.group, self._shared)
 
     def _aggregation(self) -> Aggregation:
         """Return the strategy's aggregation on the current process group."""
@@ -266,10 +269,14 @@ class Spmd:
                 if size > 1:
                     streams.leave()
                 stack.pop()
+                self._function_ended()
         step_count.examples += note.slice_size or 0
         if size > 1 and CHANGES.count != changes:
             self._unmanaged.check(fn, own_args, own_kwargs)  # the call has made or built modules, so check again
         return result if size == 1 else process.agreement.regroup(process.group, fn, result, (args, kwargs))
+
+    def _function_ended(self) -> None:
+        """Handle the end of a function of `run`, which may have raised an error."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes accumulate gradients on this replica only."""

@@ -34,6 +34,7 @@ WORDS = {
     "mirrored": "distnb.strategies.mirrored:MirroredStrategy",
     "multi_worker": "distnb.strategies.multi_worker:MultiWorkerMirroredStrategy",
     "central_storage": "distnb.strategies.central_storage:CentralStorageStrategy",
+    "sharded": "distnb.strategies.sharded:ShardedStrategy",
     "tpu": "distnb.strategies.tpu:TPUStrategy",
     "parameter_server": "distnb.strategies.parameter_server:ParameterServerStrategy",
 }

@@ -219,6 +219,7 @@ class Described(NamedTuple):
         reads: The global names that the object's code reads.
         holds: The notebook's names of objects within it, and the ids of engine objects within it.
         together: Whether the replicas hold parts of a whole value, which they read together.
+        divided: Whether these parts are shards of a module, an optimizer or a tensor.
         why: The reason why the object stays on the engine although it is not a device object; "" for a device object
             and for data.
         nbytes: The size in bytes of data that is too large to be sent; else 0.
@@ -234,6 +235,7 @@ class Described(NamedTuple):
     reads: tuple[str, ...] = ()
     holds: tuple[str | ObjectId, ...] = ()
     together: bool = False
+    divided: bool = False
     why: str = ""
     nbytes: int = 0
 

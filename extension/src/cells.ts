@@ -16,6 +16,7 @@ const STRATEGIES = [
   'multi_worker',
   'central_storage',
   'parameter_server',
+  'sharded',
   'tpu'
 ];
 

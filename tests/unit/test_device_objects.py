@@ -18,7 +18,7 @@ from distnb.engine.namespace.surveys import MOST_DEVICE_OBJECTS, is_container
 from distnb.errors import DistributedValueError, OptionError
 from distnb.notebook.handles.handle import HANDLES, RemoteMirrored, RemotePerReplica, state_of_handle
 from distnb.options import nbytes_of
-from distnb.strategies.device_objects import is_device_object
+from distnb.runtime.inspection.device_objects import is_device_object
 from distnb.values import Mirrored, PerReplica
 from tests.worlds import DoubleWorld, distributed, modes_kept, ordinary, run_all
 

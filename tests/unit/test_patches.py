@@ -179,6 +179,7 @@ from distnb.keras import replica_state
 from distnb.notebook.handles import library_guards
 from distnb.objects.code import spawned_processes
 from distnb.runtime.consistency import loader_batches
+from distnb.runtime.fsdp import library_hooks
 from distnb.runtime.scopes import metric_binding, sync_batch_norm
 from transformers import TrainingArguments
 
@@ -205,6 +206,7 @@ metric_binding.install()
 sync_batch_norm.install()
 replica_state.install()
 library_guards.install()
+library_hooks.install(SimpleNamespace(add_param_group=accept, zero_grad=accept))
 transformers_internals.open_arguments(TrainingArguments)
 widget_comms.install(0, None, shell)
 unattended.install(shell, SimpleNamespace(input=accept, getpass=accept), accept)

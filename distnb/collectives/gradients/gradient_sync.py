@@ -190,7 +190,7 @@ class GradientSync:
         if not self._in_replica() or not isinstance(loss, torch.Tensor):
             return loss
         aggregation = self._aggregation()
-        total = loss.detach() * self._scale(aggregation.group.size)
+        total = loss.detach() * self.scale(aggregation.group.size)
         aggregation.group.all_reduce(total)
         return total
 
@@ -219,8 +219,8 @@ class GradientSync:
             return
         self._enter_generation(aggregation)
         size, equal, mean_loss = aggregation.group.size, not self._in_replica(), None
-        if self._mean_loss is not None and not equal:
-            mean_loss = self._mean_loss.check(roots, size, *(self._slice or (None, None)))
+        if not equal:
+            mean_loss = self.mean_loss_of(roots)
         for group in self.groups:
             version = group.layout_version
             group.begin_pass()
@@ -232,10 +232,17 @@ class GradientSync:
             equal=equal,
             create_graph=create_graph,
             mean_loss=mean_loss,
-            scale=self._scale(size),
+            scale=self.scale(size),
         )
 
-    def _scale(self, replicas: int) -> float:
+    def mean_loss_of(self, roots: Sequence[Any]) -> GradientError | None:
+        """Return the error to raise if a pass from these roots reaches parameters whose gradients are summed."""
+        if self._mean_loss is None:
+            return None
+        return self._mean_loss.check(roots, self._aggregation().group.size, *(self._slice or (None, None)))
+
+    def scale(self, replicas: int) -> float:
+        """Return the factor of this replica's gradients before they are summed over the replicas."""
         if self._reduction == "sum" or are_losses_global():
             return 1.0
         size, total = self._slice or (1, replicas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import reprlib
 import sys
 import types
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from distnb.compat.torch_internals import original_class
 from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.engine.namespace.surveys import ContentSurveyor, DataSurveyor
 from distnb.errors import CannotTravelError
@@ -18,7 +20,7 @@ from distnb.objects.code.definitions import is_code
 from distnb.objects.digesting import Digests
 from distnb.objects.memory.blocks import dense_tensor, is_stored
 from distnb.objects.plain import SCALARS, is_importable, is_plain
-from distnb.runtime.scopes.mirrored_objects import is_apart, is_mirrored, is_read_together
+from distnb.runtime.scopes.mirrored_objects import is_apart, is_divided, is_mirrored, is_read_together, read_together
 from distnb.values import DistributedValues, structure
 from distnb.wire.exchange import RETURNED, Described, Leaf, Summary, leaf_name
 from distnb.wire.messages import ObjectId
@@ -194,6 +196,7 @@ class Describer:
             summary=summary,
             mirrored=mirrored,
             together=together,
+            divided=together and is_divided(value),
             wrapped=wrapped,
             reads=tuple(sorted(survey.seen.names)) if survey is not None else (),
             holds=survey.holds() if survey is not None else (),
@@ -241,6 +244,16 @@ class Describer:
             return Leaf(self.value(value, RETURNED, brief=True))
 
 
+def summarise_read(value: Any) -> Summary:
+    """Return the summary of the combination of all replicas' parts. Replicas call this together.
+
+    A large object of which they hold shards is not gathered for that.
+    """
+    if is_divided(value) and not (isinstance(value, torch.Tensor) and _nbytes(value) <= _SHORT_ELEMENTS * 16):
+        return summarise(value)
+    return summarise(value, brief=True)._replace(text=summarise(read_together(value)).text)
+
+
 def summarise(value: Any, *, brief: bool = False) -> Summary:
     """Return a description that is short enough to be sent with every result.
 
@@ -248,7 +261,7 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
     object.
     """
     shown = own_part(value)
-    name = _type_name(type(shown))
+    name = _type_name(original_class(shown))
     if _is_array(shown) or _is_variable(shown):
         shape, dtype = _shape_text(shown), str(shown.dtype).removeprefix("torch.")
         text = None if brief or _nbytes(shown) > _SHORT_ELEMENTS * 16 else _short_text(shown)
@@ -344,6 +357,7 @@ class _Brief(reprlib.Repr):
         return super().repr1(x, level)
 
 
+_OF_FSDP = re.compile(r"\bFSDP(?=\w+\()")
 _BRIEF = _Brief()
 _BRIEF.maxother = 80
 
@@ -355,6 +369,8 @@ def _short_text(value: Any) -> str:
         if isinstance(value, list | tuple | dict | set | frozenset | str | bytes):
             return _BRIEF.repr(value)
         text = repr(value)
+        if original_class(value) is not type(value):
+            text = _OF_FSDP.sub("", text)
     except Exception as error:  # noqa: BLE001
         return f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
     return _shortened(text)

@@ -12,8 +12,8 @@ from distnb.objects.code.definitions import Classes
 from distnb.objects.digesting import Side
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.tracking import Tracker
+from distnb.runtime.inspection.device_objects import is_device_object
 from distnb.runtime.scopes.mirrored_objects import is_mirrored
-from distnb.strategies.device_objects import is_device_object
 from distnb.values import DistributedValues, Mirrored, PerReplica, structure
 from distnb.wire.exchange import TeamKey
 from distnb.wire.messages import ObjectId

@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from distnb.engine.namespace.copied_objects import common_parts, origin_of
-from distnb.engine.namespace.descriptions import own_part, summarise
+from distnb.engine.namespace.descriptions import own_part, summarise, summarise_read
 from distnb.engine.namespace.engine_namespace import EngineNamespace
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects
 from distnb.engine.namespace.shared_cores import share_cores
@@ -138,10 +138,6 @@ def _apply(target: Any, args: Any, kwargs: Any) -> Any:
     return function(*map(own_part, given), **kwargs)
 
 
-def _read_summary(target: Any) -> Summary:
-    return summarise(target, brief=True)._replace(text=summarise(read_together(target)).text)
-
-
 _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "apply": _apply,
     "call": lambda target, args, kwargs: target(*args, **kwargs),
@@ -156,7 +152,7 @@ _PLACES: dict[str, Callable[[Any], Any]] = {
 }
 _SUMMARIES: dict[str, Callable[[Any], Summary | Inspected]] = {
     "inspect": lambda target: inspect(own_part(target)),
-    "read_summary": _read_summary,
+    "read_summary": summarise_read,
     "summary": summarise,
 }
 

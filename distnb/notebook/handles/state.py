@@ -114,12 +114,23 @@ class RemoteState:
         return any(fact.together for fact in self.facts.values())
 
     @property
+    def divided(self) -> bool:
+        """True if the replicas hold shards of the object."""
+        return any(fact.divided for fact in self.facts.values())
+
+    @property
     def lost(self) -> set[int]:
         """The replicas whose component was lost with its engine."""
         return {replica for replica, engine in enumerate(self.tracked.key[0]) if engine in self.gone}
 
     def check(self, replicas: Iterable[int] | None = None) -> None:
         """Raise StaleHandleError if components of these replicas are gone; None for all replicas."""
+        if self.divided and self.gone and not self.tracked.ended:
+            ended = ", ".join(map(str, sorted(self.gone)))
+            raise StaleHandleError(
+                f"{self.label} ({self.type_name}) has lost the shards of engine {ended}, which ended or left. Rerun "
+                "the cell that created it, and restore a checkpoint: distnb.Checkpoint(...).restore(path)."
+            )
         lost = self.lost if self.gone else set()
         left = sorted({*self.facts, *self.local} - lost)
         missing = lost if replicas is None or not left else lost.intersection(replicas)

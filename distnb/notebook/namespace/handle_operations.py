@@ -268,6 +268,20 @@ class HandleOperations:
         whole = self.run(handle, "read")
         return self.fetch_components(whole, (0,))[0] if isinstance(whole, HANDLES) else whole
 
+    def gathered(self, handles: Sequence[DistributedValues]) -> dict[int, Any]:
+        """Gather objects of which the replicas hold shards.
+
+        Returns:
+            Handles of whole copies, which share what the objects share, by the `id()` of the objects' handles.
+        """
+        from distnb.runtime.scopes.mirrored_objects import gather_divided  # loads torch
+
+        divided = [handle for handle in handles if state_of_handle(handle).divided]
+        if not divided:
+            return {}
+        wholes = self.run(divided[0], "apply", (gather_divided, *divided))
+        return dict(zip(map(id, divided), wholes, strict=True))
+
     def fetch_components(self, handle: DistributedValues, replicas: Iterable[int]) -> dict[int, Any]:
         """Return copies of the components of some replicas."""
         state = state_of_handle(handle)
@@ -275,6 +289,8 @@ class HandleOperations:
         state.check(wanted)
         for replica in wanted:
             state.check_assigned(replica)
+        if state.divided:
+            return dict.fromkeys(wanted, self.read(handle))
         found = {replica: state.local[replica] for replica in wanted if replica in state.local}
         found |= {replica: value for replica in wanted if (value := state.known(replica)) is not None}
         remote = [replica for replica in wanted if replica not in found]

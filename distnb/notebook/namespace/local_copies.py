@@ -91,10 +91,11 @@ class LocalCopies:
         copies: dict[int, Any] = {}
         for tracked in {state_of_handle(handle).tracked for handle, _ in labels.values()}:
             group = [each for each, _ in labels.values() if state_of_handle(each).tracked is tracked]
-            fetched = self._operations.copies([state_of_handle(handle) for handle in group])
+            originals = self._operations.gathered(group)
+            fetched = self._operations.copies([state_of_handle(originals.get(id(each), each)) for each in group])
             copies.update(zip(map(id, group), fetched, strict=True))
             for each in group:
-                if state_of_handle(each).together:
+                if state_of_handle(each).together and id(each) not in originals:
                     copies[id(each)] = self._whole(each, copies[id(each)])
         # An object that cannot be copied, such as an open file, is used on the engines, by its handle.
         copies = {key: copy for key, copy in copies.items() if type(copy) is not Placeholder}

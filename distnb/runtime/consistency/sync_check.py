@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.collectives.digests import digest
+from distnb.compat import torch_internals
 from distnb.errors import OutOfSyncError
 from distnb.runtime.scopes.registration import is_scope_buffer, same_everywhere
 from distnb.values.structure import flatten, paths
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["assert_in_sync", "contents", "drift_report"]
 
 _SHOWN = 5
+_SHARD = "<shard>"
 _CURE = (
     "To give every replica the value of replica 0, call value = strategy.broadcast(value). For a module or an "
     "optimizer, call model.load_state_dict(strategy.broadcast(model.state_dict()))."
@@ -28,7 +30,7 @@ def assert_in_sync(group: Group, value: Any) -> None:
     """Compare all replicas' modules, optimizers, tensors and plain values, in any nesting, bit by bit.
 
     Values that replicas hold in parts (sync-on-read variables, buffers of models made in a scope) are skipped. So are
-    objects whose repr shows only their address.
+    objects whose repr shows only their address. Of shards, only copies of the same shard are compared.
 
     Raises:
         OutOfSyncError: Values differ. The error names the values, the replicas and the size of the differences.
@@ -68,9 +70,13 @@ def _compare(group: Group, value: Any) -> tuple[int, dict[str, str]]:
     mine = _named_leaves(value)
     gathered: list[dict[str, str]] = group.all_gather_object(contents(value))
     names = list(dict.fromkeys(name for one in gathered for name in one))
-    unlike = [name for name in names if any(one.get(name) != gathered[0].get(name) for one in gathered)]
-    found = dict.fromkeys(unlike, "")
-    for name in unlike[:_SHOWN]:
+    texts = {name: [one.get(name, "") for one in gathered] for name in names}
+    shards = {name for name in names if any(text.startswith(_SHARD) for text in texts[name])}
+    single = {name for name in shards if len(set(map(_place, texts[name]))) == group.size}
+    names = [name for name in names if name not in single]
+    unlike = [name for name in names if len(set(texts[name])) > len(set(map(_place, texts[name])))]
+    found = dict.fromkeys(unlike, "the replicas hold different copies of the same shard")
+    for name in [name for name in unlike[:_SHOWN] if name not in shards]:
         # Only replica 0, and replicas that differ from it, send the value, because a tensor may be large.
         leaf = None
         if gathered[group.rank].get(name) != gathered[0].get(name) or group.rank == 0:
@@ -112,7 +118,15 @@ def _is_left_out(leaf: Any) -> bool:
     return _as_tensor(leaf) is None and f" at {id(leaf):#x}" in repr(leaf)
 
 
+def _place(text: str) -> str:
+    """Return the part of a value's text that may differ between replicas: the place of a shard."""
+    return text.partition(" = ")[0] if text.startswith(_SHARD) else ""
+
+
 def _described(leaf: Any) -> str:
+    if torch_internals.local_tensor(leaf) is not None:
+        shape, offset = torch_internals.shape_and_offset_of_shard(leaf)
+        return f"{_SHARD} of {_kind(leaf)} {shape} from {offset} = {digest(leaf)}"
     tensor = _as_tensor(leaf)
     if tensor is None:
         return f"{type(leaf).__qualname__} {leaf!r}"

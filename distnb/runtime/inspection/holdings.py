@@ -75,13 +75,32 @@ def _holdings(value: Any, name: str, left: Iterator[int], depth: int) -> Iterato
         yield from _components(value, name, left, depth)
     elif isinstance(value, torch.nn.Module):
         named = [*value.named_parameters(prefix=name), *value.named_buffers(prefix=name)]
-        yield from (part for full, tensor in named for part in _tensor(tensor, full))
+        units = _units(value, name)
+        for full, tensor in named:
+            for part in _tensor(tensor, full):
+                yield part._replace(note=f"{part.note}, gathered with {_unit(full, units)}") if units else part
     elif isinstance(value, torch.optim.Optimizer):
         yield from _holdings(optimizer_state(value), name, left, depth)
     elif (children := structure.children(value)) is not None:
         yield from (part for inner, child in children for part in _holdings(child, name + inner, left, depth + 1))
     elif as_tensor(value) is not None:
         yield from _tensor(value, name)
+
+
+def _units(model: torch.nn.Module, prefix: str) -> list[str]:
+    """Return the names of the modules whose parameters FSDP gathers together, inner ones first."""
+    found = [
+        name
+        for name, part in model.named_modules(prefix=prefix)
+        if torch_internals.original_class(part) is not type(part)
+    ]
+    return sorted(found, key=len, reverse=True)
+
+
+def _unit(parameter: str, units: list[str]) -> str:
+    """Return the unit to which a parameter belongs."""
+    found = next((unit for unit in units if not unit or parameter.startswith(f"{unit}.")), "")
+    return found or "the model"
 
 
 def _components(value: DistributedValues, name: str, left: Iterator[int], depth: int) -> Iterator[Holding]:

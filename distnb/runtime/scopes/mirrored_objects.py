@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +14,49 @@ from distnb.runtime.scopes.registration import parameters_of
 from distnb.runtime.this_process import this_process
 from distnb.variables.variable import SyncOnReadVariable
 
-__all__ = ["is_apart", "is_metric", "is_mirrored", "is_read_together", "read_together"]
+__all__ = [
+    "is_apart",
+    "gather_divided",
+    "is_divided",
+    "is_metric",
+    "is_mirrored",
+    "is_read_together",
+    "read_together",
+    "register_divided",
+]
+
+
+class _Divided(NamedTuple):
+    """A kind of objects that are divided over the replicas.
+
+    Attributes:
+        covers: Returns whether an object is of this kind.
+        whole: Returns whole copies of objects, which share what the objects share. All replicas call this, and
+            replica 0 gets the content.
+    """
+
+    covers: Callable[[Any], bool]
+    whole: Callable[..., list[Any]]
+
+
+_divided: list[_Divided] = []
+
+
+def register_divided(covers: Callable[[Any], bool], whole: Callable[..., list[Any]]) -> None:
+    """Register a kind of objects that are divided over the replicas: see `_Divided`. Idempotent."""
+    kind = _Divided(covers, whole)
+    if kind not in _divided:
+        _divided.append(kind)
+
+
+def gather_divided(*values: Any) -> list[Any]:
+    """Return whole copies of divided objects of one kind. All replicas must call this function."""
+    return next(kind for kind in _divided if kind.covers(values[0])).whole(*values)
+
+
+def is_divided(value: Any) -> bool:
+    """Return whether each replica holds a shard of an object, or of the parameters of a module or an optimizer."""
+    return any(kind.covers(value) for kind in _divided)
 
 
 def is_mirrored(value: Any) -> bool:
@@ -35,8 +78,8 @@ def is_mirrored(value: Any) -> bool:
 
 
 def is_read_together(value: Any) -> bool:
-    """Return whether an object is a sync-on-read variable or a metric, whose parts a read combines into one value."""
-    if metric_binding.is_shared(value):
+    """Return whether an object is a sync-on-read variable, a metric or sharded: a read combines the replicas' parts."""
+    if metric_binding.is_shared(value) or is_divided(value):
         return True
     process, variable = this_process.replica, foreign_libraries.variable_in(value)
     if process is None or not isinstance(variable, SyncOnReadVariable):
@@ -53,8 +96,12 @@ def is_apart(value: Any) -> bool:
 def read_together(value: Any) -> Any:
     """Return an object's value in cross-replica context: aggregated if it is read together, else the object itself.
 
+    An object that is divided over the replicas is gathered.
+
     All replicas must call this function, each with its own object.
     """
+    if is_divided(value):
+        return gather_divided(value)[0]
     variable = foreign_libraries.variable_in(value)
     if not is_read_together(value):
         return value

@@ -312,7 +312,12 @@ class Registration:
 
         The gradients of a module's parameters are reduced together. All replicas must register in the same order.
         """
+        roots = list(roots)
+        self._prepare(roots)
         return self._make_equal(*self._enter(roots, loose))
+
+    def _prepare(self, roots: Sequence[torch.nn.Module]) -> None:
+        """Prepare modules before their parameters are registered, on all replicas."""
 
     def _make_equal(
         self,

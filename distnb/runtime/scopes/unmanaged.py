@@ -29,6 +29,7 @@ from distnb.errors import ContextError
 from distnb.objects.code.definitions import content_of, names_of_code
 from distnb.runtime import contexts
 from distnb.runtime.scopes.made_objects import CHANGES, own_parameters
+from distnb.runtime.this_process import this_process
 from distnb.variables.variable import Variable
 
 __all__ = ["UnmanagedCheck"]
@@ -113,7 +114,7 @@ class UnmanagedCheck:
         for parameter in parameters:
             if not parameter.requires_grad or self._owns(parameter) or parameter in self._wrapped:
                 continue
-            if find_mirror(parameter) is not None:
+            if find_mirror(parameter) is not None or _has_strategy(parameter):
                 raise ContextError(
                     f"Mixing different Strategy objects: {shown} in strategy.run of {self._strategy!r} was made in the "
                     "scope of another strategy. Run it with the strategy that made it. Equal arguments give the same "
@@ -125,6 +126,12 @@ class UnmanagedCheck:
                 "`with strategy.scope():`. To copy trained weights, call model.load_state_dict(...) there, or Keras's "
                 "model.set_weights(...). If the model is not to be trained, freeze it: model.requires_grad_(False)."
             )
+
+
+def _has_strategy(parameter: torch.Tensor) -> bool:
+    """Return whether another strategy of this process made a parameter, and keeps it in sync by other means."""
+    process = this_process.replica
+    return process is not None and process.strategy_of(parameter) is not None
 
 
 def _is_identified(value: Any) -> bool:

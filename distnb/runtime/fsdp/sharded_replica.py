@@ -1,0 +1,199 @@
+"""The runtime of a ShardedStrategy on one replica: as of a mirrored strategy, but modules are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from distnb.accelerators import torch_device
+from distnb.collectives.verify import callsite
+from distnb.errors import ContextError, OptionError
+from distnb.runtime import contexts
+from distnb.runtime.base import Owner
+from distnb.runtime.fsdp import library_hooks
+from distnb.runtime.fsdp.deferred import allocating, deferring
+from distnb.runtime.fsdp.passes import ShardedPasses
+from distnb.runtime.fsdp.sharded_modules import ShardedModules, is_whole, part_of
+from distnb.runtime.fsdp.whole_copies import holds_shards, whole_copies
+from distnb.runtime.replica import Spmd
+from distnb.runtime.scopes.mirrored_objects import register_divided
+from distnb.runtime.scopes.registration import ParameterKey, Registration, adopters_of
+
+if TYPE_CHECKING:
+    from distnb.runtime.spmd import SpmdProcess
+
+__all__ = ["ShardedSpmd"]
+
+_NOT_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name) for name in ("LBFGS", "Muon", "SparseAdam", "Adafactor") if hasattr(torch.optim, name)
+)
+"""torch's optimizers whose update of an element depends on other elements, or which need sparse gradients."""
+
+
+class _ShardedRegistration(Registration):
+    """The registration of modules that are sharded, and of variables and scalars that are mirrored."""
+
+    sharded: ShardedModules
+
+    def owns(self, made: torch.Tensor | torch.nn.Module) -> bool:
+        return super().owns(made) or self.sharded.owns(made)
+
+    def _adopt(self, module: torch.nn.Module) -> None:
+        if adopters_of(module):
+            raise ContextError(
+                f"A {type(module).__name__} of Keras cannot be sharded: Keras keeps variables of its own, and FSDP "
+                "would replace the parameters behind them. Make a torch.nn.Module and write the training step, or use "
+                "a MirroredStrategy for the Keras model."
+            )
+
+    def _prepare(self, roots: Sequence[torch.nn.Module]) -> None:
+        self.sharded.shard(roots)
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        return not self.sharded.owns(tensor) and super()._is_new(tensor)
+
+    def _register(self, parameter: Any, key: Any, name: str = "", at: ParameterKey | None = None) -> bool:
+        return not self.sharded.owns(parameter) and super()._register(parameter, key, name, at)
+
+
+class ShardedSpmd(Spmd):
+    """The runtime of a ShardedStrategy on this replica.
+
+    Args:
+        process: This process as a replica.
+        strategy: The strategy.
+    """
+
+    def __init__(self, process: SpmdProcess, strategy: Owner) -> None:
+        self._sharded: ShardedModules
+        super().__init__(process, strategy)
+        self._writes_before: dict[str, int] = {}
+        register_divided(holds_shards, whole_copies)
+        register_optimizer_step_pre_hook(self._before_step)
+        library_hooks.install(self)
+
+    def _make_registration(self) -> Registration:
+        passes = ShardedPasses(lambda: self._process.group, self._sync, contexts.in_replica, self._before_common_pass)
+        self._sharded = ShardedModules(self._strategy.spec, lambda: self._process.group, passes)
+        self._passes = passes
+        made = _ShardedRegistration(self._strategy, self._sync, lambda: self._process.group)
+        made.sharded = self._sharded
+        return made
+
+    @contextmanager
+    def scope(self) -> Iterator[Any]:
+        """Return a context in which modules are made without memory for large parameters, and then sharded."""
+        with super().scope() as strategy, deferring(torch_device(self._process.device)):
+            yield strategy
+
+    # After a program that has failed ----------------------------------------------------------------------------------
+
+    def _resynchronise(self, within: str) -> None:
+        is_new = self._generation != self._process.group.generation
+        super()._resynchronise(within)
+        if is_new:
+            self._sharded.reset()
+            self._compare_steps()
+
+    def _compare_steps(self) -> None:
+        """Warn if the replicas' shards are of different steps: a program ended in the middle of one."""
+        group = self._process.group
+        if group.size == 1:
+            return
+        writes = {name: count - self._writes_before.get(name, 0) for name, count in self._sharded.writes().items()}
+        self._writes_before = self._sharded.writes()
+        gathered: list[dict[str, int]] = group.all_gather_object(writes)
+        torn = [name for name, count in writes.items() if any(each.get(name, count) != count for each in gathered)]
+        lost = sorted({name for each in gathered for name in each if any(name not in other for other in gathered)})
+        if torn or lost:
+            what = ", ".join(lost or torn)
+            cause = (
+                "some replicas do not have it, since their engines were replaced"
+                if lost
+                else "a program ended in the middle of a step, which some replicas have taken and others have not"
+            )
+            callsite.current().warn(
+                f"The shards of {what} do not belong together: {cause}. Restore a checkpoint "
+                "(distnb.Checkpoint(...).restore(path)), or make the model again in the scope."
+            )
+
+    def writes(self) -> dict[str, int]:
+        if self._generation != self._process.group.generation:
+            return {}
+        counted = self._sharded.writes()
+        return super().writes() | {name: count - self._writes_before.get(name, 0) for name, count in counted.items()}
+
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
+        self._sharded.reset()
+        for parameter in self._sharded.parameters():
+            parameter.grad = None
+
+    # Computing --------------------------------------------------------------------------------------------------------
+
+    def _run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        __tracebackhide__ = True  # see Strategy.run
+        with allocating():
+            return super()._run(fn, args, kwargs)
+
+    def _function_ended(self) -> None:
+        self._sharded.reshard()
+
+    # Optimizers -------------------------------------------------------------------------------------------------------
+
+    def add_param_group(
+        self, original: Callable[..., None], optimizer: torch.optim.Optimizer, param_group: dict[str, Any]
+    ) -> None:
+        """Give an optimizer the shards of the parameters that it was made for. Shard their modules first."""
+        if contexts.innermost() == (self._strategy, None):
+            self.take_made()
+        given = param_group.get("params") if isinstance(param_group, dict) else None
+        if given is None or isinstance(given, set):
+            original(optimizer, param_group)  # raises
+            return
+        listed = [given] if isinstance(given, torch.Tensor) else list(given)
+        param_group["params"] = [self._current(each) for each in listed]
+        original(optimizer, param_group)
+        if any(self._sharded.owns(each) for each in optimizer.param_groups[-1]["params"]):
+            if type(optimizer) in _NOT_ELEMENTWISE:
+                raise OptionError(
+                    f"{type(optimizer).__name__} cannot update the parameters of a ShardedStrategy: its update of an "
+                    "element depends on the other elements, of which each replica has only a part. Use Adam, AdamW, "
+                    "SGD or another optimizer that treats each element separately, or a MirroredStrategy."
+                )
+            if len(optimizer.param_groups) == 1:
+                optimizer.register_load_state_dict_pre_hook(_divide_state)
+
+    def _current(self, given: Any) -> Any:
+        if isinstance(given, tuple) and len(given) == 2:
+            return given[0], self._current(given[1])
+        return self._sharded.current(given) if isinstance(given, torch.Tensor) else given
+
+    def zero_grad(self, original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
+        """Discard gradients that `no_sync` has left outside of `grad`, too."""
+        original(owner, *args, **kwargs)
+        if isinstance(owner, torch.nn.Module):
+            self._passes.zero_gradients(owner.parameters())
+        else:
+            self._passes.zero_gradients(each for group in owner.param_groups for each in group["params"])
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._passes.check_step(optimizer)
+
+
+def _divide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Replace whole tensors in an optimizer's state by this replica's parts."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = dict(state_dict["state"])
+    for number, parameter in zip(numbers, parameters, strict=False):
+        if number in state:
+            state[number] = {
+                key: part_of(value, parameter) if is_whole(value, parameter) else value
+                for key, value in state[number].items()
+            }
+    return {**state_dict, "state": state}

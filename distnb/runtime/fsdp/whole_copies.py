@@ -1,0 +1,124 @@
+"""Plain copies of sharded objects: modules, optimizers and tensors whose shards are gathered, one after another.
+
+All replicas take part in the gathering. Replica 0 gets the values, in host memory; the others get tensors without
+memory, since nobody reads them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from distnb.accelerators import device_memory
+from distnb.compat import fsdp_internals, torch_internals
+from distnb.errors import StaleHandleError
+from distnb.runtime.this_process import this_process
+
+__all__ = ["holds_shards", "whole_copies"]
+
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks"),
+    *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def holds_shards(value: Any) -> bool:
+    """Return whether a value is a sharded tensor, a module with sharded parameters, or an optimizer of such."""
+    return any(isinstance(each, DTensor) for each in _tensors(value))
+
+
+def whole_copies(*values: Any) -> list[Any]:
+    """Return plain copies of objects, which share what the objects share. All replicas call this.
+
+    Raises:
+        StaleHandleError: Replicas with shards have ended or left.
+    """
+    process = this_process.replica
+    keeps = process is None or process.rank == 0
+    memo: dict[int, Any] = {}
+    for value in values:
+        sharded = [each for each in _tensors(value) if isinstance(each, DTensor) and id(each) not in memo]
+        if process is not None and any(each.device_mesh.size() != process.size for each in sharded):
+            raise StaleHandleError(
+                f"Replicas that hold shards of this {torch_internals.original_class(value).__name__} have ended or "
+                "left. Rerun the cell that created it, and restore a checkpoint: "
+                "distnb.Checkpoint(...).restore(path)."
+            )
+        _announce(value, sharded)
+        for each in sharded:
+            memo[id(each)] = _gathered(each, keeps)
+    for value in values:
+        if isinstance(value, torch.nn.Module):
+            _copy_module(value, memo)
+    copies = [copy.deepcopy(value, memo) for value in values]
+    return copies
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    """Return the tensors of a value that may be sharded, in an order that is equal on all replicas."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, torch.nn.Module):
+        found = list(value.parameters())
+        return [*found, *(each.grad for each in found if each.grad is not None)]
+    if isinstance(value, torch.optim.Optimizer):
+        parameters = [each for group in value.param_groups for each in group["params"]]
+        states = [value.state[each] for each in parameters if each in value.state]
+        inner = [part for state in states for part in state.values() if isinstance(part, torch.Tensor)]
+        return [*parameters, *(each.grad for each in parameters if each.grad is not None), *inner]
+    return []
+
+
+def _gathered(shard: DTensor, keeps: bool) -> torch.Tensor:
+    with torch.no_grad():
+        whole = shard.full_tensor()
+        plain = whole.cpu() if keeps else torch.empty_like(whole, device="meta")
+    if isinstance(shard, torch.nn.Parameter):
+        return torch.nn.Parameter(plain, requires_grad=shard.requires_grad)
+    return plain.requires_grad_(shard.requires_grad and shard.is_leaf)
+
+
+def _announce(value: Any, sharded: list[DTensor]) -> None:
+    """Print a notice on replica 0 if a value is larger than the memory of the device, or than half of the host's."""
+    process = this_process.replica
+    if process is None or process.rank != 0:
+        return
+    nbytes = sum(each.numel() * each.element_size() for each in sharded)
+    memory = device_memory()
+    holds = memory[1] if memory is not None else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    if nbytes > holds:
+        kind = torch_internals.original_class(value).__name__
+        place = "the device" if memory is not None else "half of the host's memory"
+        print(
+            f"distnb: gathering a {kind} of {nbytes / 1e9:,.1f} GB in host memory ({place} is {holds / 1e9:,.1f} GB).",
+            file=sys.stderr,
+        )
+
+
+def _copy_module(root: torch.nn.Module, memo: dict[int, Any]) -> None:
+    """Copy a module into `memo`, with its original classes, and without the hooks of FSDP and distnb."""
+    modules = [each for each in root.modules() if id(each) not in memo]
+    for each in modules:
+        cls: Any = torch_internals.original_class(each)
+        memo[id(each)] = cls.__new__(cls)
+    for each in modules:
+        plain = memo[id(each)]
+        for key, value in vars(each).items():
+            if fsdp_internals.is_fsdps_attribute(key):
+                continue
+            plain.__dict__[key] = copy.deepcopy(_without_hooks(value) if key in _HOOKS else value, memo)
+
+
+def _without_hooks(hooks: Any) -> Any:
+    kept = copy.copy(hooks)
+    for key, hook in hooks.items():
+        function = getattr(hook, "hook", hook)
+        if fsdp_internals.is_fsdps_hook(function) or (getattr(function, "__module__", "") or "").startswith("distnb."):
+            del kept[key]
+    return kept

@@ -1,0 +1,169 @@
+"""The notebook sees a sharded object as one value, and gathers only what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernel import Notebook
+
+pytestmark = pytest.mark.timeout(150)
+
+_PROGRAM = """
+torch.manual_seed(0)
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+inputs, targets = torch.randn(8, 5), torch.randn(8, 4)
+dataset = strategy.distribute_dataset(torch.utils.data.TensorDataset(inputs, targets), batch_size=4)
+
+def step(batch):
+    x, y = batch
+    optimizer.zero_grad()
+    loss = distnb.nn.compute_average_loss(((model(x) - y) ** 2).sum(1), global_batch_size=4)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+losses = [strategy.reduce("sum", strategy.run(step, (batch,)), axis=None).item() for batch in dataset]
+weight, state = model[0].weight, model.state_dict()
+total = weight.sum()
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    with Notebook(4) as notebook:
+        notebook.run(
+            "import torch\nimport distnb\nthirds = distnb.ShardedStrategy(['cpu:0', 'cpu:1', 'cpu:2'], min_size=0)"
+        )
+        yield notebook
+
+
+@pytest.fixture(autouse=True)
+def trained(notebook: Notebook) -> None:
+    notebook.run(f"%%distribute thirds\n{_PROGRAM}")
+
+
+def printed(notebook: Notebook, source: str) -> str:
+    return notebook.run(source).stdout.strip()
+
+
+def test_values_are_those_of_default(notebook: Notebook) -> None:
+    read = """
+print([round(loss, 4) for loss in losses])
+print([[round(x, 3) for x in torch.as_tensor(p.tolist()).flatten().tolist()] for p in model.parameters()])
+print([round(x, 3) for x in optimizer.state_dict()["state"][0]["exp_avg"].tolist()[0]])
+print({name: tuple(value.shape) for name, value in state.items()}, round(float(total.detach()), 3), f"{total.item():.3f}")
+print(weight.detach().numpy().shape, weight.dtype, len(weight), tuple(weight[0].shape), round(float((2 * weight).sum().detach()), 3))
+"""
+    got = printed(notebook, read)
+    notebook.run("del model, optimizer, weight, state, total")
+    notebook.run(f"%%distribute default\n{_PROGRAM}")
+    assert got == printed(notebook, read)
+
+
+def test_handles_are_one_value(notebook: Notebook) -> None:
+    kinds = "print([isinstance(each, distnb.Mirrored) for each in (model, optimizer, weight, total)])"
+    assert printed(notebook, kinds) == "[True, True, True, True]"
+    text = printed(notebook, "print(model)\nprint(weight)\nprint(total)")
+    assert "FSDP" not in text
+    assert "Sequential(" in text
+    assert "(7, 5)" in text
+    whole = "[whole] = {type(each) for each in thirds.local_results(model)[0].parameters()}\nprint(whole.__name__)"
+    assert printed(notebook, whole) == "Parameter"
+
+
+def test_a_default_cell_works_on_a_whole_copy(notebook: Notebook) -> None:
+    changed = printed(
+        notebook,
+        """%%distribute default
+before = model[0].weight.detach().clone()
+print(type(model).__name__, type(model[0].weight).__name__, optimizer.param_groups[0]["params"][0] is model[0].weight)
+print(type(optimizer.state[model[0].weight]["exp_avg"]).__name__, len(model[0]._forward_hooks))
+model(torch.ones(2, 5)).sum().backward()
+optimizer.step()
+print(bool((model[0].weight != before).any()))
+""",
+    )
+    assert "Sequential Parameter True\nTensor 0\nTrue" in changed
+    notebook.run(f"%%distribute default\n{_PROGRAM}")
+    notebook.run(f"%%distribute thirds\n{_PROGRAM}")
+    assert printed(notebook, "print(type(thirds.local_results(weight)[0]).__name__, len(losses))") == "Parameter 2"
+
+
+def test_replicas_in_sync_and_the_picture(notebook: Notebook) -> None:
+    notebook.run("thirds.assert_in_sync((model, optimizer))")
+    grouped = """
+grouped = distnb.ShardedStrategy(min_size=0, replicas_per_group=2)
+with grouped.scope():
+    pair = torch.nn.Linear(3, 4)
+"""
+    notebook.run(grouped)
+    notebook.run("grouped.assert_in_sync(pair)")
+    with pytest.raises(AssertionError, match="different copies of the same shard"):
+        notebook.run(
+            "%%distribute grouped\nwith torch.no_grad():\n    pair.weight.to_local().add_(distnb.replica_id())\n"
+            "strategy.assert_in_sync(pair)"
+        )
+
+
+def test_the_picture_names_shards_and_units(notebook: Notebook) -> None:
+    text = notebook.run("distnb.visualize(model)").displays[-1]
+    assert "gathered with" in str(text)
+    assert "Shard(0)" in str(text)
+
+
+def test_shards_of_a_lost_engine_are_restored_from_a_checkpoint(notebook: Notebook, tmp_path: Path) -> None:
+    save = f"""%%distribute thirds
+path = distnb.Checkpoint(model=model, optimizer=optimizer).save({str(tmp_path / "checkpoint")!r})
+losses = [strategy.reduce("sum", strategy.run(step, (batch,)), axis=None).item() for batch in dataset]
+"""
+    notebook.run(save)
+    expected = printed(notebook, "print([round(loss, 5) for loss in losses])")
+    with pytest.raises(AssertionError, match="EngineDied"):
+        notebook.run(
+            "%%distribute thirds\nimport os, signal\n\ndef lost(batch):\n    out = model(batch[0])\n"
+            "    if distnb.replica_id() == 1:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+            "    out.sum().backward()\n\nfor batch in dataset:\n    strategy.run(lost, (batch,))"
+        )
+    with pytest.raises(AssertionError, match="StaleHandleError"):
+        notebook.run("thirds.local_results(model)")
+    notebook.run("%distnb restart --missing")
+    notebook.run(f"%%distribute thirds\n{_PROGRAM}")
+    again = (
+        save.replace("path = ", "").replace(".save(", ".restore(").replace(repr(str(tmp_path / "checkpoint")), "path")
+    )
+    notebook.run(again)
+    assert printed(notebook, "print([round(loss, 5) for loss in losses])") == expected
+
+
+def test_another_strategy_is_refused(notebook: Notebook) -> None:
+    notebook.run("copies = distnb.MirroredStrategy(['cpu:0', 'cpu:1', 'cpu:2'])")
+    with pytest.raises(AssertionError, match="of another strategy"):
+        notebook.run("%%distribute copies\nstrategy.run(lambda: model(torch.ones(2, 5)))")
+
+
+def test_training_continues_after_errors(notebook: Notebook) -> None:
+    for place in ("model(x)", "loss.backward()", "optimizer.step()"):
+        failing = _PROGRAM[_PROGRAM.index("def step") : _PROGRAM.index("losses =")]
+        line = next(each for each in failing.splitlines() if place in each)
+        failing = failing.replace(line, f"    assert distnb.replica_id() != 1, 'on purpose'\n{line}")
+        with pytest.raises(AssertionError, match="on purpose"):
+            notebook.run(f"%%distribute thirds\n{failing}\nfor batch in dataset:\n    strategy.run(step, (batch,))")
+        again = _PROGRAM[_PROGRAM.index("def step") :]
+        after = notebook.run(f"%%distribute thirds\n{again}")
+        assert ("The shards of Sequential" in after.stderr) == (place == "optimizer.step()"), after.stderr
+        assert printed(notebook, "print(losses[0] > losses[1] or losses[1] < 20)") == "True"
+
+
+def test_a_model_of_other_replicas_is_refused(notebook: Notebook) -> None:
+    notebook.run("%distnb stop\n%distnb start -n 3")
+    notebook.run("%%distribute sharded\n" + _PROGRAM)
+    notebook.run("%distnb resize 2")
+    with pytest.raises(AssertionError, match=r"was sharded over other replicas|has lost its component"):
+        notebook.run("%%distribute sharded\nstrategy.run(lambda: model(torch.ones(2, 5)))")
+    notebook.run("%%distribute sharded\n" + _PROGRAM)
+    assert printed(notebook, "print(len(losses))") == "2"
