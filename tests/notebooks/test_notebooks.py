@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("**/*.ipynb"))
 SHORTER = {"quickstart": ("EPOCHS = 15 ", "EPOCHS = 1 ")}
 """The changes for the tests in a notebook that is long enough to be watched."""
-WITHOUT_CURVES = {"hang"}
+WITHOUT_CURVES = {"hang", "sharded"}
 ON_RAY = ROOT / "notebooks" / "scale.ipynb"
 _STARTS_OF_RAY = 3
 
