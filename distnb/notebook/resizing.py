@@ -136,7 +136,7 @@ class Resizing:
                 self._settle(there, leaving, {})
             self._remove(leaving, settled=True)
         if (further or leaving or broken) and not engines.tasks:  # workers may be busy with closures, for any time
-            self._share_cores()
+            self._share_cores({each.engine for each in there} - {*leaving})
         if self._is_interrupted:
             print(f"distnb: the interrupt came too late. The cluster has {self._count(size)} now.", file=sys.stderr)
             raise KeyboardInterrupt
@@ -170,12 +170,15 @@ class Resizing:
             for part in self._parts:
                 part.forget(leaving)
 
-    def _share_cores(self) -> None:
-        """Let the engines of each machine share its cores."""
-        placed = self._engines.placed()
-        hosts = [each.host for each in placed]
+    def _share_cores(self, staying: Collection[int]) -> None:
+        """Let the engines that stay share the cores of their machines with another number of engines.
+
+        New ones were started with their share.
+        """
+        hosts = [each.host for each in self._engines.placed()]
+        sharing = {engine: hosts.count(self._engines.cluster.host(engine)) for engine in staying}
         with self._uninterrupted(), suppress(DistnbError):
-            self._namespace.operations.share_cores({each.engine: hosts.count(each.host) for each in placed})
+            self._namespace.operations.share_cores(sharing)
 
     @contextmanager
     def _uninterrupted(self) -> Iterator[None]:
