@@ -200,6 +200,7 @@ class Agent:
                 program=latest,
                 engines=team.engines if team is not None else (),
                 unseen=self._absence.unseen,
+                kept=self._absence.kept,
                 running=self._control.running is not None,
                 serial=self._objects.serial,
                 generation=team.generation if team is not None else 0,
@@ -284,8 +285,6 @@ class Agent:
                                 # Releasing a failed cell's objects may take seconds: a DataLoader waits for workers.
                                 self._guard.release(self._forget_failure)
                             link.send(self.perform(message))
-                            if link.ended and self._absence is not None:
-                                self._absence.reply_lost(message.program)
                             if self._failure is not None and not self._failure.text:
                                 self._guard.release(self._failure.limit if kind.keeps_failure else self._forget_failure)
                         break

@@ -256,7 +256,7 @@ class Control:
         elif isinstance(order, Answer):
             self._console.answer(order)
         elif isinstance(order, ShowKept):
-            if self._absence is not None and (kept := self._absence.end(self._engine)):
+            if self._absence is not None and (kept := self._absence.end(self._engine, order.since)):
                 self._link.send(list(kept))
         elif isinstance(order, Prompting):
             self._hold_limits(order.on)

@@ -189,7 +189,7 @@ class Session:
     def save_names(self) -> None:
         """Save the names that are bound to engine objects, for the next notebook of a detached cluster."""
         if self.name and self.alive:
-            names = SavedNames.of(self.user_ns)
+            names = SavedNames.of(self.user_ns, self.latest_program)
             if names != self._saved_names:
                 names.save(self._engines.cluster.directory)
                 self._saved_names = names

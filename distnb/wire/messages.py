@@ -210,7 +210,13 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class ShowKept:
-    """Order to a detached engine to send what it has kept since its notebook ended, and all events from then on."""
+    """Order to a detached engine to send the events that it has kept since a program, and all events from then on.
+
+    Attributes:
+        since: The first program that the earlier notebook did not see end; 0 if it saw the ends of all.
+    """
+
+    since: int
 
 
 @dataclass(frozen=True)
@@ -299,7 +305,8 @@ class EngineState(NamedTuple):
     Attributes:
         program: The latest program that has begun; 0 before the first.
         engines: The engines of its team.
-        unseen: The first program that the earlier notebook did not see end; 0 if it saw the ends of all.
+        unseen: The first program that ran when it was known that the notebook had ended; 0 if there was none.
+        kept: The latest program of which the engine has events; 0 if there is none.
         running: Whether the latest program still runs.
         serial: The number of the latest snapshot.
         generation: The generation of its process group.
@@ -311,6 +318,7 @@ class EngineState(NamedTuple):
     program: int
     engines: tuple[int, ...]
     unseen: int
+    kept: int
     running: bool
     serial: int
     generation: int

@@ -26,7 +26,7 @@ class Absence:
 
     Attributes:
         lasts: Whether no notebook is there.
-        unseen: The first program that the earlier notebook did not see end; 0 if there is none.
+        unseen: The first program that ran when the notebook had gone; 0 if there is none.
     """
 
     def __init__(self, policy: str, hello: Callable[[], Any], reconnect: Callable[[], None]) -> None:
@@ -35,7 +35,6 @@ class Absence:
         self.reconnect = reconnect
         self.lasts = False
         self.unseen = 0
-        self._unanswered = 0  # the program whose reply could not be sent, before it is known that the notebook has gone
         self._kept = KeptEvents()
 
     def begin(self, running: tuple[int, int] | None) -> None:
@@ -43,28 +42,24 @@ class Absence:
         _logger.info("the notebook has gone")
         if not self.lasts:
             self.lasts = True
-            self.unseen = running[0] if running is not None else self._unanswered
-        self._unanswered = 0
+            self.unseen = running[0] if running is not None else 0
 
     def program_began(self, program: int) -> None:
         """Note that a program that had arrived before begins."""
         if self.lasts:
             self.unseen = self.unseen or program
 
-    def reply_lost(self, program: int) -> None:
-        """Note that the reply of a program could not be sent."""
-        if self.lasts:
-            self.unseen = self.unseen or program
-        else:
-            self._unanswered = program
-
     def keep(self, events: Sequence[Any]) -> None:
         """Keep events, which are also sent unless the absence lasts."""
         self._kept.add(events, alone=not self.lasts)
 
-    def end(self, engine: int) -> Sequence[Any]:
-        """End the absence. Return the events that the next notebook has not seen."""
+    @property
+    def kept(self) -> int:
+        """The latest program of which events are kept; 0 if there is none."""
+        return self._kept.program
+
+    def end(self, engine: int, since: int) -> Sequence[Any]:
+        """End the absence. Return the events since the first program that the next notebook has not seen, if not 0."""
         _logger.info("another notebook is connected")
-        found = self._kept.since(self.unseen, engine) if self.unseen else ()
         self.lasts, self.unseen = False, 0
-        return found
+        return self._kept.since(since, engine) if since else ()

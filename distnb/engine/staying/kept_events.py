@@ -19,11 +19,14 @@ class KeptEvents:
 
     While a notebook is connected, these are the events of one program: if the notebook ends in the middle of a cell,
     the next one shows the cell's output from its beginning. Only the control thread uses this object.
+
+    Attributes:
+        program: The latest program of which there are events; 0 before the first.
     """
 
     def __init__(self) -> None:
         self._events: deque[tuple[Any, int]] = deque()
-        self._nbytes = self._dropped = self._program = 0
+        self._nbytes = self._dropped = self.program = 0
 
     def add(self, events: Iterable[Any], *, alone: bool) -> None:
         """Keep events. With `alone` the events of a program replace those of earlier programs."""
@@ -31,8 +34,8 @@ class KeptEvents:
             nbytes = _nbytes(event)
             if not nbytes:
                 continue
-            if event.program > self._program:
-                self._program = event.program
+            if event.program > self.program:
+                self.program = event.program
                 if alone:
                     self._events.clear()
                     self._nbytes = self._dropped = 0

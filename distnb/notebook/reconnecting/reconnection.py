@@ -32,7 +32,7 @@ __all__ = ["Restored", "restore_names", "resume_programs"]
 _HELLOS_S = 60.0
 _FLUSH_S = 10.0
 _POLL_S = 0.02
-_OF_NEW_ENGINE = EngineState(program=0, engines=(), unseen=0, running=False, serial=0, generation=0, teams=())
+_OF_NEW_ENGINE = EngineState(program=0, engines=(), unseen=0, kept=0, running=False, serial=0, generation=0, teams=())
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,11 @@ def resume_programs(engines: Engines, on_progress: Callable[[str], None]) -> dic
     used = {spec for state in states.values() for spec in state.strategies}
     engines.teams.continue_from(max((state.generation for state in states.values()), default=0), used)
     # A program is followed from here on as if it had been sent from here: an error on one engine ends it on the others.
-    unseen = {state.unseen for state in states.values() if state.unseen}
-    unseen |= {state.program for state in states.values() if state.unseen}
-    programs = sorted(number for number in unseen if number)
+    seen = SavedNames.load(engines.cluster.directory).program
+    first_unseen = {engine: _first_unseen(state, seen) for engine, state in states.items()}
+    unseen = {number for number in first_unseen.values() if number}
+    unseen |= {state.program for engine, state in states.items() if first_unseen[engine]}
+    programs = sorted(unseen)
     members = {
         number: next(state.engines for state in states.values() if state.program >= number and state.engines)
         for number in programs
@@ -94,7 +96,7 @@ def resume_programs(engines: Engines, on_progress: Callable[[str], None]) -> dic
         team = engines.team_of([engine for engine in members[programs[-1]] if engine in states])
         supervisor.publish(Status(program=programs[-1], state="started", team=team))
     for engine in states:
-        supervisor.send(engine, ShowKept())
+        supervisor.send(engine, ShowKept(first_unseen[engine]))
 
     errors: dict[int, Any] = {}
     latest: dict[int, int] = {}
@@ -141,6 +143,15 @@ def _states(engines: Engines, on_progress: Callable[[str], None]) -> dict[int, E
         time.sleep(_POLL_S)
     hellos = engines.supervisor.hellos
     return {engine: hellos[engine].state or _OF_NEW_ENGINE for engine in engines.left}
+
+
+def _first_unseen(state: EngineState, seen: int) -> int:
+    """Return the first program of an engine whose end the earlier notebook did not see; 0 if there is none.
+
+    A program may have ended before the engine noticed the end of the notebook. `seen` is the latest program whose end
+    the notebook has recorded.
+    """
+    return state.unseen or (state.kept if state.kept > seen else 0)
 
 
 def _show_errors(errors: Mapping[int, Any], team: Team | None) -> None:

@@ -46,15 +46,17 @@ class SavedNames:
         bound: The names that are bound to engine objects.
         modules: The names of modules, with the modules' own names.
         others: All other names of the user, whose values were in the notebook's process.
+        program: The latest program, whose end the notebook has seen.
     """
 
     bound: Mapping[str, SavedName] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    program: int = 0
 
     @classmethod
-    def of(cls, user_ns: Mapping[str, Any]) -> SavedNames:
-        """Return the names of a namespace."""
+    def of(cls, user_ns: Mapping[str, Any], program: int) -> SavedNames:
+        """Return the names of a namespace after a program."""
         bound: dict[str, SavedName] = {}
         modules: dict[str, str] = {}
         others: list[str] = []
@@ -69,7 +71,7 @@ class SavedNames:
                 modules[name] = handle.__name__
             else:
                 others.append(name)
-        return cls(bound, modules, tuple(others))
+        return cls(bound, modules, tuple(others), program)
 
     def save(self, directory: Path) -> None:
         """Write the names. A process that is killed meanwhile leaves the file as it was."""
