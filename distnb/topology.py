@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from distnb.errors import OptionError
 
-__all__ = ["PS", "WORKER", "Device", "Task", "Team", "device_names", "parse_device", "unpickle_team"]
+__all__ = ["PS", "WORKER", "Device", "Task", "Team", "device_names", "distinct_names", "parse_device", "unpickle_team"]
 
 _PLAIN = re.compile(r"(?P<type>[a-z]+)(?::(?P<index>\d+))?")
 
@@ -63,6 +63,15 @@ def device_names(devices: Iterable[str | Device] | str | None, argument: str) ->
     if not given:
         raise OptionError(f"{argument} is empty. Name at least one device, or leave it out to take all that there are.")
     return tuple(str(parse_device(device)) for device in given)
+
+
+def distinct_names(devices: Iterable[str | Device] | str | None, argument: str) -> tuple[str, ...]:
+    """Return the names like `device_names`. Raise OptionError if a device is named twice."""
+    names = device_names(devices, argument)
+    doubles = sorted({name for name in names if names.count(name) > 1})
+    if doubles:
+        raise OptionError(f"{doubles[0]} was named for several replicas. Name each device of {argument} once.")
+    return names
 
 
 WORKER, PS = "worker", "ps"

@@ -46,11 +46,17 @@ def _parameters(root: Any) -> list[Any]:
     return [parameter for unit in units for group in _groups(unit) for parameter in group.fsdp_params]
 
 
-def has_local_gradients(root: Any) -> bool:
-    """Return whether a sharded model has gradients that are not reduced yet, because they were made under no_sync."""
+def has_local_gradients(root: Any, of: Collection[int] | None = None) -> bool:
+    """Return whether a sharded model has gradients that are not reduced yet, because they were made under no_sync.
+
+    Args:
+        root: The model.
+        of: The `id()`s of the shards that count; None for all.
+    """
     return any(
         parameter.unsharded_accumulated_grad is not None or _gathered_gradient(parameter) is not None
         for parameter in _parameters(root)
+        if of is None or id(parameter.sharded_param) in of
     )
 
 
@@ -74,6 +80,8 @@ def reset(root: Any) -> None:
 
     Gradients that are not reduced yet are discarded. torch has a method for the rest from version 2.13 on.
     """
+    if root._get_fsdp_state()._is_root is None:
+        return  # it was never called, and FSDP has not prepared what a reset reads
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:

@@ -253,6 +253,7 @@ class Spmd:
             self._unmanaged.check(fn, own_args, own_kwargs)
             changes = CHANGES.count
             self._sync.weight(note.slice_size, note.batch_size)
+        failed = True
         with step_count.calling:
             stack.append((self._strategy, replica))
             if size > 1:
@@ -260,6 +261,7 @@ class Spmd:
             try:
                 with placed_on(process.device):
                     result = fn(*own_args, **own_kwargs)
+                failed = False
             except Exception as error:
                 if isinstance(error, TypeError):
                     check_fits(error, fn, own_args, own_kwargs)
@@ -269,14 +271,14 @@ class Spmd:
                 if size > 1:
                     streams.leave()
                 stack.pop()
-                self._function_ended()
+                self._function_ended(failed=failed)
         step_count.examples += note.slice_size or 0
         if size > 1 and CHANGES.count != changes:
             self._unmanaged.check(fn, own_args, own_kwargs)  # the call has made or built modules, so check again
         return result if size == 1 else process.agreement.regroup(process.group, fn, result, (args, kwargs))
 
-    def _function_ended(self) -> None:
-        """Handle the end of a function of `run`, which may have raised an error."""
+    def _function_ended(self, *, failed: bool) -> None:
+        """Handle the end of a function of `run`; `failed` if it raised."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes accumulate gradients on this replica only."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-from distnb.errors import OptionError
 from distnb.options import StrategySpec
 from distnb.runtime.central import setup
 from distnb.strategies.base import Strategy, kept_options
-from distnb.topology import Device, device_names, parse_device
+from distnb.topology import Device, distinct_names, parse_device
 
 if TYPE_CHECKING:
     from distnb.runtime.replica import Spmd
@@ -60,10 +59,7 @@ class CentralStorageStrategy(Strategy):
         gradient_reduction: str = "sum",
         check_mean_loss: bool = True,
     ) -> Self:
-        names = device_names(compute_devices, "compute_devices")
-        doubles = sorted({name for name in names if names.count(name) > 1})
-        if doubles:
-            raise OptionError(f"{doubles[0]} was named for several replicas. Name each device of compute_devices once.")
+        names = distinct_names(compute_devices, "compute_devices")
         place = None if parameter_device is None else str(parse_device(parameter_device))
         options = kept_options(gradient_reduction, check_mean_loss, parameter_device=place)
         spec = StrategySpec(kind=cls.kind, devices=names, num_replicas=0, options=options)

@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
-from distnb.runtime.fsdp.sharding_options import check_devices, checked_precision, checked_shard_by
+from distnb.runtime.fsdp.sharding_options import MIN_SIZE, check_devices, checked_precision, checked_shard_by
 from distnb.strategies.base import Strategy, kept_options
-from distnb.topology import Device, device_names
+from distnb.topology import Device, distinct_names
 
 if TYPE_CHECKING:
     from distnb.runtime.replica import Spmd
     from distnb.runtime.spmd import SpmdProcess
 
 __all__ = ["ShardedStrategy"]
-
-MIN_NBYTES = 1_000_000
 
 
 class ShardedStrategy(Strategy):
@@ -62,23 +60,20 @@ class ShardedStrategy(Strategy):
         devices: Sequence[str | Device] | str | None = None,
         replicas_per_group: int | None = None,
         shard_by: str | Callable[[str, Any], bool] | None = None,
-        min_size: int = MIN_NBYTES,
+        min_size: int = MIN_SIZE,
         offload: bool = False,
         mixed_precision: Any = None,
         gradient_reduction: str = "sum",
         *,
         check_mean_loss: bool = True,
     ) -> Self:
-        names = device_names(devices, "devices")
-        doubles = sorted({name for name in names if names.count(name) > 1})
-        if doubles:
-            raise OptionError(f"{doubles[0]} was named for several replicas. Name each device once.")
+        names = distinct_names(devices, "devices")
         options = kept_options(
             gradient_reduction,
             check_mean_loss,
             replicas_per_group=_checked_number("replicas_per_group", replicas_per_group, 2),
             shard_by=checked_shard_by(shard_by),
-            min_size=None if min_size == MIN_NBYTES else _checked_number("min_size", min_size, 0),
+            min_size=None if min_size == MIN_SIZE else _checked_number("min_size", min_size, 0),
             offload=_checked_flag("offload", offload),
             mixed_precision=checked_precision(mixed_precision),
         )

@@ -281,12 +281,41 @@ def test_what_cannot_be_sharded_raises() -> None:
 
         result["mean loss"] = error(lambda: strategy.run(backward, ("mean",)))
 
-        def only_local():
+        def only_local_gradients():
             with strategy.no_sync():
                 backward("sum")
+
+        def only_local():
+            only_local_gradients()
             optimizer.step()
 
         result["no_sync"] = error(lambda: strategy.run(only_local))
+        with strategy.scope():
+            other = torch.nn.Linear(4, 2)  # no backward pass of its own reduces the first model's gradients
+            others = torch.optim.SGD(other.parameters(), 0.1)
+
+        def other_step():
+            others.zero_grad()
+            other(rows).sum().backward()
+            others.step()
+
+        strategy.run(only_local_gradients)
+        strategy.run(other_step)
+        result["no_sync, later"] = error(lambda: strategy.run(optimizer.step))
+
+        def caught():
+            def fail(module, inputs):
+                raise RuntimeError("on purpose")
+
+            hook = model[1].register_forward_pre_hook(fail)
+            try:
+                model(rows)
+            finally:
+                hook.remove()
+
+        result["caught"] = error(lambda: strategy.run(caught))
+        result["after it"] = error(lambda: strategy.run(backward, ("sum",)))
+        strategy.run(only_local_gradients)
         optimizer.zero_grad()  # discards them
         model(rows).sum().backward()
         result["equal outside"] = whole(model[0].weight.grad)
@@ -344,6 +373,9 @@ def test_what_cannot_be_sharded_raises() -> None:
         assert got["mean loss"].startswith("MeanLossError")
         assert got["no_sync"].startswith("UnsyncedGradientError")
         assert "no_sync() only" in got["no_sync"]
+        assert got["no_sync, later"] == got["no_sync"]
+        assert got["caught"] == "RuntimeError: on purpose"
+        assert got["after it"] is None
         assert got["outside"].startswith("UnsyncedGradientError")
         assert "outside strategy.run" in got["outside"]
         torch.testing.assert_close(got["equal outside"], got["expected"])

@@ -140,6 +140,25 @@ losses = [strategy.reduce("sum", strategy.run(step, (batch,)), axis=None).item()
     assert printed(notebook, "print([round(loss, 5) for loss in losses])") == expected
 
 
+def test_a_model_that_was_never_called_outlives_a_failed_program(notebook: Notebook) -> None:
+    unused = "with strategy.scope():\n    unused = torch.nn.Linear(5, 4)"
+    notebook.run(f"%%distribute thirds\n{unused}")
+    with pytest.raises(AssertionError, match="on purpose"):
+        notebook.run("%%distribute thirds\nif distnb.replica_id() == 1:\n    raise ValueError('on purpose')")
+    notebook.run("%%distribute thirds\nstrategy.run(lambda: unused(torch.ones(2, 5)))")
+
+
+def test_a_programs_own_dtensors_have_a_component_on_each_replica(notebook: Notebook) -> None:
+    own = """%%distribute thirds
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+own = distribute_tensor(torch.zeros(6, 2), init_device_mesh("cpu", (3,)), [Shard(0)])
+"""
+    notebook.run(own)
+    assert printed(notebook, "print(isinstance(own, distnb.Mirrored))") == "False"
+
+
 def test_another_strategy_is_refused(notebook: Notebook) -> None:
     notebook.run("copies = distnb.MirroredStrategy(['cpu:0', 'cpu:1', 'cpu:2'])")
     with pytest.raises(AssertionError, match="of another strategy"):

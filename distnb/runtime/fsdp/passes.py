@@ -10,14 +10,14 @@ FSDP divides gradients by the number of replicas. Here they have the meaning tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.verify import callsite
-from distnb.compat import fsdp_internals
+from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import GradientError, UnsyncedGradientError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class ShardedPasses:
         self._error: GradientError | None = None
         self._compare = False
         self._synced: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._unreduced: weakref.WeakSet[Any] = weakref.WeakSet()  # models that may have gradients from under `no_sync`
 
     def add(self, root: Any) -> None:
         """Observe the passes of a sharded model."""
@@ -87,6 +88,8 @@ class ShardedPasses:
             )
         self.scale = 1 / size if equal else self._sync.scale(size)
         synced = self._sync.is_synced
+        if not synced:
+            self._unreduced.update(self.roots)
         for root in self.roots:
             if self._synced.get(root) is not synced:
                 root.set_requires_gradient_sync(synced)
@@ -134,20 +137,33 @@ class ShardedPasses:
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise UnsyncedGradientError if there are gradients of this replica alone, made under `no_sync`."""
-        for root in self.roots:
-            if self._synced.get(root) is False and fsdp_internals.has_local_gradients(root):
+        for root in self._with_local_gradients():
+            if fsdp_internals.has_local_gradients(root, _numbers(optimizer)):
+                model = torch_internals.original_class(root).__name__
                 raise UnsyncedGradientError(
-                    f"{type(optimizer).__name__}.step() on gradients of {type(root).__name__} that were never "
-                    "aggregated over the replicas: so far they come from backward passes under no_sync() only. Run the "
-                    "last backward pass before each optimizer step outside no_sync()."
+                    f"{type(optimizer).__name__}.step() on gradients of {model} that were never aggregated over the "
+                    "replicas: so far they come from backward passes under no_sync() only. Run the last backward pass "
+                    "before each optimizer step outside no_sync()."
                 )
 
-    def zero_gradients(self, shards: Iterable[Any]) -> None:
-        """Discard gradients of these shards that were made under `no_sync` and are not reduced yet."""
-        local = [root for root in self.roots if self._synced.get(root) is False]
-        numbers = set(map(id, shards)) if local else ()
-        for root in local:
-            fsdp_internals.discard_local_gradients(root, numbers)
+    def zero_gradients(self, owner: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """Discard gradients of an owner's shards that were made under `no_sync` and are not reduced yet."""
+        for root in self._with_local_gradients():
+            fsdp_internals.discard_local_gradients(root, _numbers(owner))
+
+    def _with_local_gradients(self) -> list[Any]:
+        """Return the models that have gradients which are not reduced yet. Without `no_sync` this costs nothing."""
+        for root in list(self._unreduced):
+            if not fsdp_internals.has_local_gradients(root):
+                self._unreduced.discard(root)
+        return list(self._unreduced)
+
+
+def _numbers(owner: torch.nn.Module | torch.optim.Optimizer) -> set[int]:
+    """Return the `id()`s of the parameters of a module or an optimizer."""
+    if isinstance(owner, torch.nn.Module):
+        return set(map(id, owner.parameters()))
+    return {id(parameter) for group in owner.param_groups for parameter in group["params"]}
 
 
 class ScaledReduceScatter(fsdp_internals.DefaultReduceScatter):

@@ -27,8 +27,9 @@ from distnb.errors import ContextError
 from distnb.options import StrategySpec
 from distnb.runtime.fsdp.deferred import allocate_rest, allocating, is_deferred, materialise
 from distnb.runtime.fsdp.passes import ScaledReduceScatter, ShardedPasses
-from distnb.runtime.fsdp.sharding_options import Precision, UnitPredicate
+from distnb.runtime.fsdp.sharding_options import MIN_SIZE, Precision, UnitPredicate
 from distnb.runtime.fsdp.units import forward_roots, units_of
+from distnb.runtime.fsdp.whole_copies import note_mesh
 from distnb.runtime.reduction.equal_values import make_equal
 from distnb.values.structure import map_structure
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
 
 __all__ = ["ShardedModules", "is_whole", "part_of"]
-
-MIN_NBYTES = 1_000_000
 
 
 class ShardedModules:
@@ -68,6 +67,7 @@ class ShardedModules:
             shape: tuple[int, ...] = (group.size,) if per_group == group.size else (group.size // per_group, per_group)
             names = ("replicate", "shard")[-len(shape) :]
             self._mesh = group.process_group, init_device_mesh(group.device.type, shape, mesh_dim_names=names)
+            note_mesh(self._mesh[1])
         return self._mesh[1]
 
     @property
@@ -139,7 +139,7 @@ class ShardedModules:
         _refuse_lazy(root)
         chooser = self._spec.option("shard_by")
         chosen = chooser.load() if isinstance(chooser, UnitPredicate) else chooser
-        units = units_of(root, chosen, self._spec.option("min_size", MIN_NBYTES))
+        units = units_of(root, chosen, self._spec.option("min_size", MIN_SIZE))
         made = {name: each for name, each in root.named_parameters() if _is_divisible(each)}
         self._make_equal([(name, each) for name, each in made.items() if not (each.is_meta or is_deferred(each))])
         deferred = {name: each for name, each in made.items() if is_deferred(each)}

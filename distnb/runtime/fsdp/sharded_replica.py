@@ -104,8 +104,7 @@ class ShardedSpmd(Spmd):
         group = self._process.group
         if group.size == 1:
             return
-        writes = {name: count - self._writes_before.get(name, 0) for name, count in self._sharded.writes().items()}
-        self._writes_before = self._sharded.writes()
+        writes, self._writes_before = self._new_writes(), self._sharded.writes()
         gathered: list[dict[str, int]] = group.all_gather_object(writes)
         torn = [name for name, count in writes.items() if any(each.get(name, count) != count for each in gathered)]
         lost = sorted({name for each in gathered for name in each if any(name not in other for other in gathered)})
@@ -124,8 +123,11 @@ class ShardedSpmd(Spmd):
     def writes(self) -> dict[str, int]:
         if self._generation != self._process.group.generation:
             return {}
-        counted = self._sharded.writes()
-        return super().writes() | {name: count - self._writes_before.get(name, 0) for name, count in counted.items()}
+        return super().writes() | self._new_writes()
+
+    def _new_writes(self) -> dict[str, int]:
+        """Return the number of writes to each model's shards since the steps of the replicas were last compared."""
+        return {name: count - self._writes_before.get(name, 0) for name, count in self._sharded.writes().items()}
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
@@ -140,8 +142,11 @@ class ShardedSpmd(Spmd):
         with allocating():
             return super()._run(fn, args, kwargs)
 
-    def _function_ended(self) -> None:
-        self._sharded.reshard()
+    def _function_ended(self, *, failed: bool) -> None:
+        if failed:
+            self._sharded.reset()
+        else:
+            self._sharded.reshard()
 
     # Optimizers -------------------------------------------------------------------------------------------------------
 
@@ -176,10 +181,7 @@ class ShardedSpmd(Spmd):
     def zero_grad(self, original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
         """Discard gradients that `no_sync` has left outside of `grad`, too."""
         original(owner, *args, **kwargs)
-        if isinstance(owner, torch.nn.Module):
-            self._passes.zero_gradients(owner.parameters())
-        else:
-            self._passes.zero_gradients(each for group in owner.param_groups for each in group["params"])
+        self._passes.zero_gradients(owner)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._passes.check_step(optimizer)

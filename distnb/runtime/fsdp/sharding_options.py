@@ -12,7 +12,10 @@ import cloudpickle
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
 
-__all__ = ["Precision", "UnitPredicate", "check_devices", "checked_precision", "checked_shard_by"]
+__all__ = ["MIN_SIZE", "Precision", "UnitPredicate", "check_devices", "checked_precision", "checked_shard_by"]
+
+MIN_SIZE = 1_000_000
+"""The default of the option `min_size`, in bytes."""
 
 _DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distnb.accelerators import device_memory
@@ -20,7 +21,7 @@ from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import StaleHandleError
 from distnb.runtime.this_process import this_process
 
-__all__ = ["holds_shards", "whole_copies"]
+__all__ = ["holds_shards", "note_mesh", "whole_copies"]
 
 _HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks"),
@@ -28,9 +29,20 @@ _HOOKS = (
 )
 
 
+_meshes: set[DeviceMesh] = set()
+
+
+def note_mesh(mesh: DeviceMesh) -> None:
+    """Note a mesh over which a strategy shards models."""
+    _meshes.add(mesh)
+
+
 def holds_shards(value: Any) -> bool:
-    """Return whether a value is a sharded tensor, a module with sharded parameters, or an optimizer of such."""
-    return any(isinstance(each, DTensor) for each in _tensors(value))
+    """Return whether a value is a sharded tensor, a module with sharded parameters, or an optimizer of such.
+
+    A program's own DTensors, on a mesh of its own, do not count.
+    """
+    return any(isinstance(each, DTensor) and each.device_mesh in _meshes for each in _tensors(value))
 
 
 def whole_copies(*values: Any) -> list[Any]:
@@ -53,11 +65,13 @@ def whole_copies(*values: Any) -> list[Any]:
         _announce(value, sharded)
         for each in sharded:
             memo[id(each)] = _gathered(each, keeps)
+        for each in sharded:
+            if each.is_leaf:
+                memo[id(each)].grad = memo.get(id(each.grad))
     for value in values:
         if isinstance(value, torch.nn.Module):
             _copy_module(value, memo)
-    copies = [copy.deepcopy(value, memo) for value in values]
-    return copies
+    return [copy.deepcopy(value, memo) for value in values]
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
