@@ -131,7 +131,11 @@ losses = [strategy.reduce("sum", strategy.run(step, (batch,)), axis=None).item()
         )
     with pytest.raises(AssertionError, match="StaleHandleError"):
         notebook.run("thirds.local_results(model)")
-    notebook.run("%distnb restart --missing")
+    replaced = notebook.run("%distnb restart --missing")
+    assert "DeviceMesh" not in replaced.stdout + replaced.stderr  # no shard was copied to the new engine
+    assert "<lost: shards of `model`" in printed(notebook, "print(model)")
+    with pytest.raises(AssertionError, match="has lost the shards of engine 1"):
+        notebook.run("optimizer.state_dict()")
     notebook.run(f"%%distribute thirds\n{_PROGRAM}")
     again = (
         save.replace("path = ", "").replace(".save(", ".restore(").replace(repr(str(tmp_path / "checkpoint")), "path")

@@ -21,7 +21,7 @@ from distnb.runtime import randomness, spmd
 from distnb.runtime.consistency import sync_check
 from distnb.runtime.inspection.holdings import holdings_of
 from distnb.runtime.inspection.inspecting import inspect
-from distnb.runtime.scopes.mirrored_objects import read_together
+from distnb.runtime.scopes.mirrored_objects import is_divided, read_together
 from distnb.runtime.scopes.replica_parts import hand_over, is_part
 from distnb.runtime.this_process import this_process
 from distnb.values import DistributedValues
@@ -188,9 +188,10 @@ def _export(
     be packed becomes a placeholder.
     """
     parts = {
-        identity: list(common_parts(obj))
+        identity: within
         for identity, obj in objects.owned.items()
         if identity not in request.left_out and not isinstance(obj, DistributedDataParallel)
+        if not _holds_shards(within := list(common_parts(obj)))
     }
     wanted = [identity for identity, within in parts.items() if within or identity in request.targets]
     values = {
@@ -200,6 +201,11 @@ def _export(
     with sent_to_new_replicas():
         pack = namespace.teams.copies().pack_loose(values, apart=True)
     return pack, tuple(wanted), randomness.captured()
+
+
+def _holds_shards(parts: list[tuple[str, Any]]) -> bool:
+    """Return whether the common parts of an object include shards, which only their own replica has."""
+    return any(is_divided(part) for _, part in parts)
 
 
 def _deal_again(objects: EngineObjects) -> None:
@@ -225,7 +231,7 @@ def _settle(namespace: EngineNamespace, settlement: Settlement) -> tuple[ObjectI
     known: set[int] = set()
     for identity in sorted(objects.owned):
         within = list(common_parts(objects.owned[identity], with_archived=True))
-        common += [identity] if within else []
+        common += [identity] if within and not _holds_shards(within) else []
         for path, part in within:
             if is_part(part) and id(part) not in known:
                 known.add(id(part))

@@ -23,6 +23,8 @@ def as_text(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True
     earlier = "" if fresh else _EARLIER
     if state.tracked.ended:
         return f"<stale: {state.label} ({state.type_name}) is gone, since the engines were restarted, stopped or left>"
+    if state.divided and state.gone:
+        return f"<lost: shards of {state.label} ({state.type_name}) were on engines that have ended or left>"
     if mirrored:
         replica = next((r for r in range(size) if r in state.facts), 0)
         return f"Mirrored({_line(state, replica)}) on {size} replica{'s' * (size != 1)}{earlier}"

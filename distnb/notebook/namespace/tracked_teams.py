@@ -117,7 +117,8 @@ class TrackedTeams:
     def _restore(self, tracked: TrackedObjects, survivor: int, new: Sequence[int]) -> list[DistributedValues]:
         """Copy objects to new replicas. Return the handles of mirrored objects that some of these never had."""
         handles = tracked.handles()
-        mirrored = tuple(state_of_handle(handle).identity for handle in handles if isinstance(handle, Mirrored))
+        states = [state_of_handle(handle) for handle in handles if isinstance(handle, Mirrored)]
+        mirrored = tuple(state.identity for state in states if not state.divided)
         tracked.resend_all()  # the new processes have nothing
         restored = self._operations.restore(tracked, survivor, new, mirrored)
         self._operations.bind_again(tracked)
