@@ -26,6 +26,7 @@ from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.remote.host_plan import make_plan
 from distnb.cluster.remote.hosts import HostOptions, are_workers, read_host_options
 from distnb.cluster.remote.node_agent import Assignment
+from distnb.cluster.remote.transports.mpiexec import MPI
 from distnb.cluster.remote.transports.ray_nodes import RayOptions
 from distnb.cluster.remote.transports.srun import Slurm
 from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver, TFConfigClusterResolver
@@ -92,10 +93,12 @@ def test_an_allocation_names_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read == HostOptions(hosts=("n1", "n2"), per_host={"n1": 6, "n2": 6}, launcher="slurm", without_gpus=tasks)
 
 
-def test_srun_does_not_inherit_the_variables_of_the_notebooks_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_does_not_inherit_the_variables_of_the_notebooks_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("JOB_ID", "NTASKS", "CPU_BIND", "PROCID", "CONF"):
         monkeypatch.setenv(f"SLURM_{name}", "1")
-    names = {name for name in Slurm().environment() if name.startswith("SLURM_")}
+    names = {name for name in Slurm().environment(tmp_path) if name.startswith("SLURM_")}
     assert names == {"SLURM_JOB_ID", "SLURM_CONF"}
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("TF_CONFIG", "{}")
@@ -337,6 +340,18 @@ def test_a_message_releases_engines(tmp_path: Path) -> None:
 def test_a_machine_that_cannot_start_engines_is_an_error() -> None:
     with pytest.raises(StartError, match=r"(?s)Nothing is started by 'echo .*Its output:.*no such node"):
         probe(("echo no such node >&2; exit 1",), _Shell())
+
+
+def test_each_mpiexec_has_its_own_session_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "mpiexec"
+    program.write_text(f'#!/bin/sh\necho "$OMPI_MCA_orte_local_tmpdir_base" >> {tmp_path}/folders\nexit 1\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(StartError, match="mpiexec cannot start a process on b"):
+        probe(("a", "b"), MPI())
+    folders = [*map(Path, (tmp_path / "folders").read_text().split())]
+    assert len({*folders}) == 2
+    assert not any(folder.parent.exists() for folder in folders)
 
 
 def test_replicas_know_who_is_on_their_machine() -> None:

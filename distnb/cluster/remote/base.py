@@ -19,8 +19,10 @@ import json
 import logging
 import os
 import platform
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -87,8 +89,8 @@ class Transport(ABC):
         argument is secret.
         """
 
-    def environment(self, directory: Path | None = None) -> Mapping[str, str]:
-        """Return the environment of the commands. `directory` is a directory for their files."""
+    def environment(self, directory: Path) -> Mapping[str, str]:
+        """Return the environment of one command. `directory` is a directory for the files of all commands."""
         return os.environ
 
     patience_s = 90.0
@@ -323,22 +325,10 @@ def probe(
         StartError: Some machines did not answer. The message names each of them.
     """
     asked: dict[str, subprocess.Popen[str]] = {}
+    directory = Path(tempfile.mkdtemp(prefix="distnb-"))
     try:
         for host in hosts:
-            try:
-                asked[host] = subprocess.Popen(
-                    transport.command(host, "probe"),
-                    env={**transport.environment(), **import_environment()},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise StartError(
-                    f"{transport.unreached(host, LOST)} The command cannot be started: {error}."
-                ) from error
+            asked[host] = _ask(host, transport, directory)
         deadline = time.monotonic() + transport.patience_s
         found: dict[str, Found] = {}
         failures: list[str] = []
@@ -361,6 +351,22 @@ def probe(
                 continue
             _kill_tree(process)
             process.communicate()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _ask(host: str, transport: Transport, directory: Path) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(
+            transport.command(host, "probe"),
+            env={**transport.environment(directory), **import_environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StartError(f"{transport.unreached(host, LOST)} The command cannot be started: {error}.") from error
 
 
 def _answer(host: str, process: subprocess.Popen[str], deadline: float, transport: Transport) -> Found:

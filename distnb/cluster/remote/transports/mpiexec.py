@@ -31,14 +31,12 @@ class MPI(Transport):
         mpiexec = ["mpiexec", "-n", "1", "--bind-to", "none", *self._arguments, "--host", host]
         return [*mpiexec, *NODE_AGENT, task]
 
-    def environment(self, directory: Path | None = None) -> Mapping[str, str]:
-        """Return an environment with a directory for Open MPI's session files in the cluster's directory.
+    def environment(self, directory: Path) -> Mapping[str, str]:
+        """Return an environment with a folder in the directory for Open MPI's session files.
 
-        Open MPI leaves these files behind when it is killed. In the cluster's directory, they are removed with it. Each
-        mpiexec has its own folder: if two start in the same folder at once, the second may fail to create it.
+        Open MPI leaves these files behind when it is killed. In the directory, they are removed with it. Each mpiexec
+        has its own folder: if two start in the same folder at once, the second may fail to create it.
         """
-        if directory is None:
-            return os.environ
         return {**os.environ, _SESSIONS: tempfile.mkdtemp(prefix="mpi", dir=directory)}
 
     def network_name(self, host: str) -> str:

@@ -47,7 +47,7 @@ class Slurm(Transport):
         srun = ["srun", *_USUAL, *self._arguments, *_NEEDED, f"--nodelist={host}"]
         return [*srun, *NODE_AGENT, task]
 
-    def environment(self, directory: Path | None = None) -> Mapping[str, str]:
+    def environment(self, directory: Path) -> Mapping[str, str]:
         """Return the environment without the variables of a surrounding step, which srun would read as options."""
         return {
             name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or _KEPT.fullmatch(name)
