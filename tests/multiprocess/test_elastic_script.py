@@ -112,6 +112,7 @@ def test_one_process_after_another_is_lost(tmp_path: Path, undisturbed: dict[str
     ]
 
 
+@pytest.mark.soak
 def test_under_torchrun_the_same_program_continues_from_the_saved_commit(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:

@@ -179,6 +179,7 @@ def test_engines_compute_on_all_nodes_and_a_lost_one_is_replaced(cluster: Cluste
     assert notebook.value("__import__('ray').is_initialized()") is False
 
 
+@pytest.mark.soak
 def test_a_notebook_keeps_its_own_connection_to_ray(cluster: Cluster, notebook: Notebook) -> None:
     notebook.run(f"import ray\nray.init({cluster.address!r}, log_to_driver=False, logging_level='error')")
     failed = notebook.try_run("%distnb start --ray 10.9.9.9:6379")
@@ -271,6 +272,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.soak  # the documentation's script tests the resolver in tasks
 def test_actors_are_workers_of_a_cluster(cluster: Cluster) -> None:
     lines = _run(cluster, ACTORS).splitlines()
     assert "This process is not connected to a Ray cluster. Call ray.init()" in lines[0]
