@@ -190,7 +190,7 @@ def _bundles(options: StartOptions, given: Mapping[str, Any]) -> HostOptions:
         )
     ray = RayOptions(
         # The daemon of a detached cluster is a process of its own, which might find another Ray cluster.
-        address=(connected_address() or "auto") if options.ray is True else str(options.ray),
+        address=(connected_address() or "auto") if options.ray in (True, "auto") else str(options.ray),
         cpus=1.0 if options.cpus_per_engine is None else options.cpus_per_engine,
         gpus=options.gpus_per_engine,
         spread=options.spread,

@@ -290,7 +290,8 @@ def _connect(address: str) -> bool:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise StartError(
-            f"There is no Ray cluster at {address!r}: {error}. Start one (`ray start --head`), or give its address."
+            f"There is no Ray cluster at {address!r}: {error}. Start one (`ray start --head`), or give its address. If "
+            "the cluster requires a token, set RAY_AUTH_MODE=token."
         ) from error
     return True
 
