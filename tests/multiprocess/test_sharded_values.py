@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel import Notebook
+from tests.kernel import Notebook, Ran
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -169,7 +169,53 @@ def test_another_strategy_is_refused(notebook: Notebook) -> None:
         notebook.run("%%distribute copies\nstrategy.run(lambda: model(torch.ones(2, 5)))")
 
 
-def test_training_continues_after_errors(notebook: Notebook) -> None:
+def test_a_large_gathering_is_announced(notebook: Notebook) -> None:
+    limit = "import distnb.runtime.fsdp.whole_copies as copies\nkept = copies.device_memory"
+    notebook.run(f"%%distribute thirds\n{limit}\ncopies.device_memory = lambda: (100, 100)")
+    assert (
+        "gathering the whole Sequential in host memory: 0.0 GB, more than the device (0.0 GB)"
+        in read(notebook, "model").stderr
+    )
+    assert "gathering" not in notebook.run("model[2].bias.numpy()").stderr
+    notebook.run("%%distribute thirds\ncopies.device_memory = kept")
+    assert "gathering" not in read(notebook, "model").stderr
+
+
+def read(notebook: Notebook, name: str) -> Ran:
+    return notebook.run(f"%%distribute default\n{name} = {name}")
+
+
+def test_training_continues_after_the_stop_button(notebook: Notebook) -> None:
+    step = _PROGRAM[_PROGRAM.index("def step") : _PROGRAM.index("losses =")]
+    running = notebook.start(f"""%%distribute thirds
+{step}
+while True:
+    for batch in dataset:
+        strategy.run(step, (batch,))
+    print("trains", flush=True)""")
+    notebook.wait_for_output(running, "trains")
+    notebook.interrupt()
+    assert notebook.finish(running).error_name == "KeyboardInterrupt"
+    notebook.run(f"%%distribute thirds\n{_PROGRAM[_PROGRAM.index('def step') :]}")
+    assert printed(notebook, "print(len(losses))") == "2"
+
+
+@pytest.mark.parametrize("has_reset", [True, False])  # torch has `reset_iter_state` from version 2.13 on
+def test_training_continues_after_errors(notebook: Notebook, has_reset: bool) -> None:
+    if not has_reset:
+        notebook.run("""%%distribute thirds
+from torch.distributed.fsdp import FSDPModule
+method = FSDPModule.__dict__.get("reset_iter_state")
+if method is not None:
+    del FSDPModule.reset_iter_state""")
+    try:
+        check_errors(notebook)
+    finally:
+        if not has_reset:
+            notebook.run("%%distribute thirds\nif method is not None:\n    FSDPModule.reset_iter_state = method")
+
+
+def check_errors(notebook: Notebook) -> None:
     for place in ("model(x)", "loss.backward()", "optimizer.step()"):
         failing = _PROGRAM[_PROGRAM.index("def step") : _PROGRAM.index("losses =")]
         line = next(each for each in failing.splitlines() if place in each)

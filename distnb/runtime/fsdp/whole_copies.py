@@ -110,7 +110,8 @@ def _announce(value: Any, sharded: list[DTensor]) -> None:
         kind = torch_internals.original_class(value).__name__
         place = "the device" if memory is not None else "half of the host's memory"
         print(
-            f"distnb: gathering a {kind} of {nbytes / 1e9:,.1f} GB in host memory ({place} is {holds / 1e9:,.1f} GB).",
+            f"distnb: gathering the whole {kind} in host memory: {nbytes / 1e9:,.1f} GB, more than {place} "
+            f"({holds / 1e9:,.1f} GB).",
             file=sys.stderr,
         )
 
