@@ -164,3 +164,13 @@ def test_other_ends_are_those_of_an_ordinary_script(tmp_path: Path, text: str, c
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == code, done.stderr
     assert expected in done.stderr
+
+
+@pytest.mark.soak
+def test_sharded_models_cannot_continue_in_memory(tmp_path: Path) -> None:
+    program = _TRAIN.replace("MirroredStrategy", "ShardedStrategy").replace("Linear(5, 1)", "Linear(5, 4)")
+    (tmp_path / "train.py").write_text(program.replace("x.sum(1, keepdim=True)", "x[:, :4]"))
+    words = [sys.executable, "-m", "distnb", "run", "--min", "2", "--max", "3", "train.py", "3"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1, done.stderr
+    assert "Use MirroredStrategy, or leave out --min and give distnb.elastic a directory" in done.stderr
