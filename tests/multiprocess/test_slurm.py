@@ -157,6 +157,7 @@ def test_roles_are_assigned_to_nodes(notebook: Notebook) -> None:
     check_roles(notebook, start, placed, ["blue", "blue", "red"])
 
 
+@pytest.mark.soak  # test_detached.py tests it on machines that ssh reaches
 def test_engines_stay_when_their_notebook_is_killed(environment: dict[str, str]) -> None:
     """Connect from a notebook outside the allocation."""
     env = {**environment, "OMP_NUM_THREADS": "1"}
