@@ -54,6 +54,7 @@ class ShardedModules:
         self._passes = passes
         self._mesh: tuple[Any, DeviceMesh] | None = None  # with the process group for which it was made
         self._groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of each model
+        self._noted_writes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # Parameters as they were made, which an optimizer may be given, and the sharded parameters in their place.
         self._replaced = WeakIdKeyDictionary()
         self._known = WeakIdKeyDictionary()
@@ -106,14 +107,19 @@ class ShardedModules:
         return [each for root in self._passes.roots for each in root.parameters() if isinstance(each, DTensor)]
 
     def writes(self) -> dict[str, int]:
-        """Return the number of writes to this replica's shards, by model. It is equal on replicas in the same step."""
+        """Return the number of writes to this replica's shards since `note_writes`, by model.
+
+        It is equal on replicas in the same step.
+        """
         counts: dict[str, int] = {}
         for root in self._passes.roots:
             name = torch_internals.original_class(root).__name__
-            counts[name] = counts.get(name, 0) + sum(
-                each._version for each in root.parameters() if isinstance(each, DTensor)
-            )
+            counts[name] = counts.get(name, 0) + _writes(root) - self._noted_writes.get(root, 0)
         return counts
+
+    def note_writes(self) -> None:
+        """Count writes from here on."""
+        self._noted_writes.update((root, _writes(root)) for root in self._passes.roots)
 
     # Sharding ---------------------------------------------------------------------------------------------------------
 
@@ -211,6 +217,10 @@ class ShardedModules:
         for name, parameter in module.named_parameters(prefix=prefix.removesuffix("."), remove_duplicate=False):
             if is_whole(state.get(name), parameter):
                 state[name] = part_of(state[name], parameter)
+
+
+def _writes(root: torch.nn.Module) -> int:
+    return sum(each._version for each in root.parameters() if isinstance(each, DTensor))
 
 
 def _without_views(_module: torch.nn.Module, _inputs: Any, outputs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,6 @@ class ShardedSpmd(Spmd):
     def __init__(self, process: SpmdProcess, strategy: Owner) -> None:
         self._sharded: ShardedModules
         super().__init__(process, strategy)
-        self._writes_before: dict[str, int] = {}
         register_divided(holds_shards, whole_copies)
         register_optimizer_step_pre_hook(self._before_step)
         library_hooks.install(self)
@@ -104,7 +104,9 @@ class ShardedSpmd(Spmd):
         group = self._process.group
         if group.size == 1:
             return
-        writes, self._writes_before = self._new_writes(), self._sharded.writes()
+        gc.collect()  # models that the program does not use any more remain for different times on the replicas
+        writes = self._sharded.writes()
+        self._sharded.note_writes()
         gathered: list[dict[str, int]] = group.all_gather_object(writes)
         torn = [name for name, count in writes.items() if any(each.get(name, count) != count for each in gathered)]
         lost = sorted({name for each in gathered for name in each if any(name not in other for other in gathered)})
@@ -123,11 +125,7 @@ class ShardedSpmd(Spmd):
     def writes(self) -> dict[str, int]:
         if self._generation != self._process.group.generation:
             return {}
-        return super().writes() | self._new_writes()
-
-    def _new_writes(self) -> dict[str, int]:
-        """Return the number of writes to each model's shards since the steps of the replicas were last compared."""
-        return {name: count - self._writes_before.get(name, 0) for name, count in self._sharded.writes().items()}
+        return super().writes() | self._sharded.writes()
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
