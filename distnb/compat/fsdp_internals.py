@@ -16,6 +16,7 @@ __all__ = [
     "DefaultReduceScatter",
     "discard_local_gradients",
     "has_local_gradients",
+    "holds_gathered",
     "is_fsdps_attribute",
     "is_fsdps_hook",
     "reset",
@@ -58,6 +59,11 @@ def has_local_gradients(root: Any, of: Collection[int] | None = None) -> bool:
         for parameter in _parameters(root)
         if of is None or id(parameter.sharded_param) in of
     )
+
+
+def holds_gathered(root: Any, tensor: Any) -> bool:
+    """Return whether a tensor is one of the whole parameters that FSDP makes of a model's shards."""
+    return any(getattr(parameter, "_unsharded_param", None) is tensor for parameter in _parameters(root))
 
 
 def _gathered_gradient(parameter: Any) -> Any:

@@ -47,6 +47,7 @@ _TABLE: Final = {
     "torch.distributed:Store.{get,multi_get,wait,queue_pop,barrier}": _WAITS,
     "torch.distributed:TCPStore.__init__": _WAITS,
     "torch.distributed.tensor:DTensor.{numpy,tolist,item,__array__,__float__,__int__,__bool__}": _SHARDS,
+    "torch.distributed.tensor:DTensor.full_tensor": "A callback on one replica would wait for the others.",
     # torchmetrics
     "torchmetrics:Metric.{__init__,__call__,reset,_wrap_update,update_called}": _METRICS,
     "torchmetrics:MetricCollection._merge_compute_groups": "An empty or small batch does not show that states differ.",
@@ -55,6 +56,7 @@ _TABLE: Final = {
     # Keras
     "keras:Variable.{_initialize,_direct_assign,assign_add,assign_sub,value,__repr__}": _VARIABLES,
     "keras.metrics:Metric.__init__": _METRICS,
+    "keras.optimizers:Optimizer.{build,add_variable_from_reference}": "The slots of sharded parameters are sharded.",
     "keras:Model.__new__": _HANDLES,
     "keras:Sequential.add": _HANDLES,
     "keras.models:{clone_model,save_model}": _HANDLES,

@@ -6,6 +6,7 @@ import io
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import cloudpickle
@@ -13,11 +14,13 @@ import keras
 import numpy as np
 import torch
 
-from distnb.errors import CollectiveError
+from distnb.errors import CollectiveError, ContextError
 from distnb.input.progress import Progress
 from distnb.keras import keras_internals
 from distnb.keras.backups import Resuming
 from distnb.keras.data import SameBatches
+from distnb.keras.epoch_dots import EpochDots
+from distnb.keras.shards.whole_models import State, fill, share_state, state_of, whole_values
 from distnb.keras.shared_errors import raise_together
 from distnb.runtime import contexts, randomness
 from distnb.runtime.reduction.gathering import broadcast_tree
@@ -34,6 +37,16 @@ _FREQUENCIES = {
     keras.callbacks.ModelCheckpoint: "save_freq",
     keras.callbacks.BackupAndRestore: "save_freq",
     keras.callbacks.TensorBoard: "update_freq",
+}
+# The calls for epochs and whole loops in which Keras's own callbacks use the model's weights. Others may in any call.
+_USES_WEIGHTS: dict[type, set[str]] = {
+    keras.callbacks.ModelCheckpoint: {"epoch_end"},
+    keras.callbacks.BackupAndRestore: {"train_begin", "epoch_end"},
+    keras.callbacks.CSVLogger: set(),
+    keras.callbacks.LearningRateScheduler: set(),
+    keras.callbacks.ReduceLROnPlateau: set(),
+    keras.callbacks.TerminateOnNaN: set(),
+    EpochDots: set(),
 }
 _LIVE_S = 0.1  # reading a number of the last step waits for that step
 
@@ -54,7 +67,7 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, model: Any, callbacks: Any, verbose: Any) -> None:
         super().__init__()
-        self.acting = False
+        self.acting = self._is_whole = False
         process = this_process.replica
         assert process is not None
         self._group, self._is_chief = process.group, process.rank == 0
@@ -73,6 +86,15 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
         self._error: BaseException | None = None
         self._next_live = 0.0
         self._reading = Progress(epoch=0)
+
+    def check_computes(self, method: str) -> None:
+        """Raise ContextError if a callback calls a method that computes, and the model cannot compute here."""
+        if self._is_whole and self._group.device.type != "cpu":
+            raise ContextError(
+                f"A callback called model.{method}. The model's weights are sharded over the replicas' devices, and "
+                "callbacks get a whole copy in host memory, where the model does not compute. Pass validation_data to "
+                f"model.fit, or call model.{method} after it."
+            )
 
     def set_params(self, params: Any) -> None:
         if params:
@@ -170,9 +192,18 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
     def _call_and_share(self, name: str, *args: Any) -> None:
         if not self._any:
             return
-        before = {key: _state(value) for key, value in self._variables().items()} if self._is_chief else {}
-        self._call(name, *args)
-        failed = self._share_changes(before, args[-1])
+        uses_weights = any(_uses_weights(each, name) for each in self._given)
+        with whole_values(self.model) if uses_weights else nullcontext(False) as is_whole:
+            self._is_whole = is_whole
+            before = {key: _state(value) for key, value in state_of(self.model).items()} if self._is_chief else {}
+            self._call(name, *args)
+            here = state_of(self.model) if self._is_chief else {}
+            changed = {key: value for key, value in here.items() if before.get(key) != _state(value)}
+        self._is_whole = False
+        if is_whole:
+            share_state(self._group, self.model, changed)
+            changed = {}
+        failed = self._share_changes(changed, args[-1])
         randomness.share(self._group)
         self._raise_together(failed)
         self._training = (self._training or name == "train_begin") and name != "train_end"
@@ -188,23 +219,14 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
             if state and not self._is_chief:
                 vars(each).update({sys.intern(name): value for name, value in cloudpickle.loads(state).items()})
 
-    def _variables(self) -> dict[tuple[str, int], torch.Tensor]:
-        """Return the variables' tensors by position, because names in Keras may differ between replicas."""
-        found = {("model", place): each.value for place, each in enumerate(self.model.variables)}
-        optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is not None:
-            found |= {("optimizer", place): each.value for place, each in enumerate(optimizer.variables)}
-        return found
-
-    def _share_changes(self, before: Mapping[tuple[str, int], tuple[int, int]], logs: dict[str, Any] | None) -> bool:
+    def _share_changes(self, changed: State, logs: dict[str, Any] | None) -> bool:
         """Share the changes that the chief's callbacks made. Return whether one of them failed."""
         sent: Any = None
         failed: bool
         if self._is_chief:
-            here = self._variables()
-            changed = {name: value.detach().cpu() for name, value in here.items() if before.get(name) != _state(value)}
             epoch, failed = keras_internals.initial_epoch(self.model), self._error is not None
-            sent = changed, bool(self.model.stop_training), epoch, logs, failed
+            values = {key: value.detach().cpu() for key, value in changed.items()}
+            sent = values, bool(self.model.stop_training), epoch, logs, failed
         changed, self.model.stop_training, epoch, new_logs, failed = broadcast_tree(self._group, sent, 0)
         if self._is_chief:
             return failed
@@ -212,10 +234,9 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
             logs.clear()
             logs.update(new_logs)
         keras_internals.set_initial_epoch(self.model, epoch)
-        here = self._variables()
-        with torch.no_grad():
-            for name, value in changed.items():
-                here[name].copy_(value)
+        here = state_of(self.model)
+        for key, value in changed.items():
+            fill(here[key], value)
         return failed
 
 
@@ -257,11 +278,19 @@ def _acts(callback: Any, name: str) -> bool:
     for cls, frequency in _FREQUENCIES.items():
         if isinstance(callback, cls):
             return bool(getattr(callback, frequency) != "epoch")
-    hooks = (f"on_{name}", f"on_{name.removeprefix('train_')}")
-    return any(
-        hook in vars(callback) or getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
-        for hook in hooks
-    )
+    return _overrides(callback, f"on_{name}") or _overrides(callback, f"on_{name.removeprefix('train_')}")
+
+
+def _uses_weights(callback: Any, name: str) -> bool:
+    """Return whether a callback may use the model's weights in a call for an epoch or a whole loop."""
+    if type(callback) is keras.callbacks.EarlyStopping and not callback.restore_best_weights:
+        return False
+    known = _USES_WEIGHTS.get(type(callback))
+    return name in known if known is not None else _overrides(callback, f"on_{name}")
+
+
+def _overrides(callback: Any, hook: str) -> bool:
+    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
 
 
 def _rare(name: str) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 import keras
 
+from distnb.keras.shards.whole_models import WholeArchive
 from distnb.runtime.inspection.device_objects import register_device_types
 
 register_device_types(
@@ -10,4 +11,5 @@ register_device_types(
     keras.metrics.Metric,
     keras.optimizers.Optimizer,
     keras.random.SeedGenerator,
+    WholeArchive,
 )

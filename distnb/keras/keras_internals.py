@@ -50,6 +50,7 @@ __all__ = [
     "in_stateless_scope",
     "initial_epoch",
     "is_built",
+    "is_tracked",
     "iterations_of",
     "disable_ddp",
     "learning_rate_of",
@@ -59,10 +60,12 @@ __all__ = [
     "own_variables",
     "parts",
     "plain_embeddings",
+    "put_module",
     "put_tensor",
     "set_initial_epoch",
     "set_mask",
     "table_of",
+    "tracked_tensors",
     "tensor_of",
     "track_again",
     "trained_variables",
@@ -147,6 +150,22 @@ def cast_as_layers_do(variable: Any, tensor: Any) -> Any:
 def put_tensor(variable: Any, tensor: Any) -> None:
     """Replace a variable's tensor by another one with the same content."""
     variable._value = tensor
+
+
+def is_tracked(layer: Any) -> bool:
+    """Return whether the tensors of a layer's variables are registered with torch."""
+    return hasattr(layer, "_torch_params")
+
+
+def tracked_tensors(layer: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layer's variables that are registered with torch, in a dict that may be changed."""
+    found: dict[str, torch.Tensor] = layer._torch_params._parameters
+    return found
+
+
+def put_module(wrapper: Any, module: torch.nn.Module) -> None:
+    """Replace the torch module in a layer by a copy. Nothing is notified."""
+    wrapper._modules["module"] = module
 
 
 def track_again(layers: Any) -> None:

@@ -13,6 +13,7 @@ import keras
 import torch
 
 from distnb.accelerators import torch_device
+from distnb.checkpoint.tensor_slices import is_sharded
 from distnb.collectives.gradients.mean_loss import losses_are_global
 from distnb.collectives.group.eager import always_eager
 from distnb.errors import ContextError, OptionError
@@ -21,6 +22,8 @@ from distnb.keras.callbacks import ChiefCallbacks
 from distnb.keras.data import SameBatches, resolve_data
 from distnb.keras.forward import SharedForward
 from distnb.keras.parameter_servers import ModelOnServers
+from distnb.keras.shards.torch_layers import buffers_in
+from distnb.keras.shards.whole_models import share_state, state_of, whole_values
 from distnb.keras.shared_errors import raise_together
 from distnb.runtime import contexts, randomness, step_count
 from distnb.runtime.chief_first import chief_first
@@ -88,7 +91,7 @@ class ModelOnReplicas:
         for name in _METHODS:
             setattr(model, name, self._on_replicas(getattr(model, name)))
         for name in _SAVES:
-            setattr(model, name, _on_chief_first(getattr(model, name)))
+            setattr(model, name, self._on_chief_first(getattr(model, name)))
         setattr(model, _LOAD, self._read_by_chief(getattr(model, _LOAD)))
         for kind, name in zip(_FUNCTIONS, _MAKERS, strict=True):
             setattr(model, name, self._wrap_maker(getattr(model, name), f"{kind}_function"))
@@ -105,10 +108,14 @@ class ModelOnReplicas:
         @functools.wraps(plain)
         def method(*args: Any, **kwargs: Any) -> Any:
             process = this_process.replica
-            if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
-                return plain(*args, **kwargs)  # alone, or called by one of the chief's callbacks
+            if process is None or process.size == 1:
+                return plain(*args, **kwargs)
+            if self._callbacks is not None and self._callbacks.acting:
+                self._callbacks.check_computes(plain.__name__)
+                return plain(*args, **kwargs)  # called by one of the chief's callbacks
             _refuse_in_replica(plain.__name__)
             _refuse_other_distribution(plain.__name__)
+            process.runtime_of(self._strategy).before_optimizer()
             bound = inspect.signature(plain).bind(*args, **kwargs)
             resolve_data(plain.__name__, bound.arguments, self._strategy, lambda: process.group)
             with self._loop():
@@ -145,6 +152,19 @@ class ModelOnReplicas:
         if process.rank:
             bound.arguments["verbose"] = 0
 
+    def _on_chief_first(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that writes a file: replica 0 writes, and the others wait for it.
+
+        The chief may call it alone, unless the model is sharded.
+        """
+
+        @functools.wraps(plain)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with whole_values(self._model):
+                return chief_first(f"model.{plain.__name__}", lambda: plain(*args, **kwargs))
+
+        return method
+
     def _read_by_chief(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method that reads weights from a file of the chief: the chief reads them for all replicas."""
 
@@ -152,16 +172,25 @@ class ModelOnReplicas:
         def method(*args: Any, **kwargs: Any) -> Any:
             process, execution = this_process.replica, contexts.execution()
             by_callback = execution is not None and execution.kind == "single"
-            if process is None or process.size == 1 or by_callback or not self._model.built:
+            if process is None or process.size == 1 or not self._model.built:
                 return plain(*args, **kwargs)
+            if by_callback:
+                with whole_values(self._model):  # raises for a sharded model after a batch
+                    return plain(*args, **kwargs)
             group, result, error = process.group, None, None
-            if process.rank == 0:
-                try:
-                    result = plain(*args, **kwargs)
-                except Exception as failure:  # noqa: BLE001  # raised below, on all replicas
-                    error = failure
-            loaded = [*map(keras_internals.tensor_of, self._model.variables), *optimizer_tensors(self._model)]
-            make_equal(group, [(f"model.{plain.__name__}", each.detach()) for each in loaded])
+            with whole_values(self._model) as is_sharded_model:
+                if process.rank == 0:
+                    try:
+                        result = plain(*args, **kwargs)
+                    except Exception as failure:  # noqa: BLE001  # raised below, on all replicas
+                        error = failure
+                values = state_of(self._model) if process.rank == 0 and is_sharded_model else None
+            if is_sharded_model:
+                share_state(group, self._model, values)
+            else:
+                loaded = [*map(keras_internals.tensor_of, self._model.variables), *optimizer_tensors(self._model)]
+                loaded += buffers_in(self._model)
+                make_equal(group, [(f"model.{plain.__name__}", each.detach()) for each in loaded])
             failed = torch.tensor([error is not None], device=torch_device(group.device))
             group.broadcast(failed, 0)
             if failed:
@@ -175,10 +204,10 @@ class ModelOnReplicas:
         replicas.
         """
         process = this_process.replica
-        if process is None or process.size == 1:
+        if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
             return
         registration = process.runtime_of(self._strategy).registration
-        kept = optimizer_tensors(self._model)
+        kept = [each for each in optimizer_tensors(self._model) if not is_sharded(each)]
         trained = [each.value for each in self._model.trainable_variables]
         if not all(map(registration.owns, [*trained, *kept])):
             registration.take(self._model, kept)
@@ -292,16 +321,6 @@ class ModelOnReplicas:
         self._added.clear()
         process.group.all_reduce(added)
         return loss + added.to(loss.dtype)
-
-
-def _on_chief_first(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that writes a file: replica 0 writes, and the others wait for it. The chief may call it alone."""
-
-    @functools.wraps(plain)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return chief_first(f"model.{plain.__name__}", lambda: plain(*args, **kwargs))
-
-    return method
 
 
 def _refuse_in_replica(method: str) -> None:

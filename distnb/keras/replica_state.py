@@ -17,10 +17,14 @@ from typing import Any
 import keras
 import torch
 
+from distnb.checkpoint.tensor_slices import is_sharded
 from distnb.collectives.digests import digest
 from distnb.compat import patches
 from distnb.errors import ContextError, OptionError
 from distnb.keras import keras_internals, scope_checks
+from distnb.keras.shards import optimizer_slots
+from distnb.keras.shards.torch_layers import modules_in, put_parameters
+from distnb.keras.shards.whole_models import fill, shards_in, whole_copy
 from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.runtime import contexts
 from distnb.runtime.reduction.gathering import broadcast_tree
@@ -30,7 +34,17 @@ from distnb.values.structure import has_distributed, select
 from distnb.variables.settings import Settings
 from distnb.variables.variable import SyncOnReadVariable, Variable, component_of, create, make
 
-__all__ = ["bind", "install", "restore", "variable_in"]
+__all__ = [
+    "bind",
+    "install",
+    "modules_in",
+    "put_parameters",
+    "restore",
+    "shards_in",
+    "tensors_in",
+    "variable_in",
+    "whole_copy",
+]
 
 
 def install() -> None:
@@ -43,6 +57,7 @@ def install() -> None:
     patches.wrap("keras:Variable.value", _value_of)
     patches.wrap("keras.metrics:Metric.__init__", _init_metric)
     scope_checks.install()
+    optimizer_slots.install()
 
 
 def _making_strategy() -> Any:
@@ -119,6 +134,9 @@ def _assign(plain: Callable[..., None], variable: Any, value: Any) -> None:
     stored = keras_internals.tensor_of(variable)
     if type(stored) in (Variable, SyncOnReadVariable):
         stored.assign(value)
+        return
+    if is_sharded(stored):  # Keras 3.16 would need a layout of its own
+        fill(stored, value)
         return
     process, execution = this_process.replica, contexts.execution()
     if process is not None and process.size > 1 and contexts.in_replica() and execution is None:

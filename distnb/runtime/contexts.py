@@ -24,6 +24,7 @@ __all__ = [
     "in_replica",
     "innermost",
     "mixing",
+    "require_all_replicas",
     "require_cross_replica",
     "enter_lasting_scope",
 ]
@@ -153,6 +154,16 @@ def mixing(outer: Any, inner: Any) -> ContextError:
         f"Mixing different Strategy objects: {inner!r} was used while {outer!r} is in force. Leave the scope "
         "of one before you use the other. Equal arguments give the same strategy object."
     )
+
+
+def require_all_replicas() -> None:
+    """Raise ContextError if this replica runs code that the others do not run, such as a callback of Keras's."""
+    if _here.execution is not None and _here.execution.kind == "single":
+        raise ContextError(
+            "A callback on replica 0 uses the weights of a sharded model after a batch, when the other replicas do not "
+            "take part. Use them in on_epoch_end, or in another method that is called for epochs or for the whole "
+            "training (ModelCheckpoint and BackupAndRestore: save_freq='epoch')."
+        )
 
 
 @contextmanager

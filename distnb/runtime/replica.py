@@ -192,6 +192,9 @@ class Spmd:
         if self._open_scopes:
             self._unbind_names = this_process.note_names()
 
+    def before_optimizer(self) -> None:
+        """Prepare for an optimizer of modules that the current scope may have made, on all replicas."""
+
     def _before_common_pass(self) -> None:
         innermost = contexts.innermost()
         if innermost is None or innermost[0] is self._strategy:

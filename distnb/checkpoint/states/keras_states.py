@@ -6,8 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from distnb.checkpoint.states.base import Kind, described
-from distnb.checkpoint.stored_tensors import StoredTensor
+from distnb.checkpoint.stored_tensors import StoredTensor, whole
 from distnb.checkpoint.tensor_slices import is_sharded, read_like
 from distnb.errors import OptionError
 from distnb.runtime.servers.here import servers_here
@@ -15,6 +17,7 @@ from distnb.runtime.servers.here import servers_here
 __all__ = ["KerasObjects", "is_state_of_keras"]
 
 _CLASS = "optimizer_class"
+_BUFFERS = "buffers"
 
 
 def is_state_of_keras(state: Any) -> bool:
@@ -41,8 +44,9 @@ class KerasObjects(Kind):
             )
         parts = _parts(value).items()
         if servers_here.access is not None:  # with parameter servers the variables are copies of the servers'
-            servers_here.access.refresh_copies([each.value for _, variables in parts for each in variables])
-        values = {part: [each.value.detach() for each in variables] for part, variables in parts}
+            kept = [each for part, variables in parts if part != _BUFFERS for each in variables]
+            servers_here.access.refresh_copies([each.value for each in kept])
+        values: dict[str, Any] = {part: [_tensor(each).detach() for each in variables] for part, variables in parts}
         return values | ({_CLASS: _class_of_optimizer(value)} if "optimizer" in values else {})
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
@@ -69,11 +73,15 @@ class KerasObjects(Kind):
     def restore(self, value: Any, state: Any, name: str) -> None:
         for part, variables in _parts(value).items():
             for variable, saved in zip(variables, state[part], strict=True):
+                if isinstance(variable, torch.Tensor):
+                    variable.copy_(whole(saved))
+                    continue
                 # Reading the value may communicate.
                 variable.assign(read_like(saved, variable.value) if isinstance(saved, StoredTensor) else saved)
 
     def holds_shards(self, value: Any) -> bool:
-        return hasattr(value, "parameters") and any(map(is_sharded, value.parameters()))
+        parts = [variables for part, variables in _parts(value).items() if part in ("weights", "optimizer")]
+        return any(is_sharded(each.value) for variables in parts for each in variables)
 
 
 def _class_of_optimizer(value: Any) -> str:
@@ -82,12 +90,23 @@ def _class_of_optimizer(value: Any) -> str:
     return next((cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("keras.")), "")
 
 
+def _tensor(variable: Any) -> Any:
+    """Return the tensor of a variable, or a buffer itself."""
+    return variable if isinstance(variable, torch.Tensor) else variable.value
+
+
 def _parts(value: Any) -> dict[str, Sequence[Any]]:
-    """Return the variables of a model and of the optimizer that it was compiled with, or of another object."""
+    """Return the variables of a model, of its optimizer, and the buffers of its torch modules; or those of an object.
+
+    The optimizer is the one that the model was compiled with.
+    """
     if hasattr(value, "apply_gradients"):
         return {"optimizer": value.variables}
     if not hasattr(value, "weights"):
         # A seed generator has a single variable, and a variable is one itself.
         return {"variables": value.variables if hasattr(value, "variables") else [getattr(value, "state", value)]}
-    optimizer = getattr(value, "optimizer", None)
-    return {"weights": value.weights} | ({"optimizer": optimizer.variables} if optimizer is not None else {})
+    from distnb.keras.shards.torch_layers import buffers_in  # loads Keras
+
+    optimizer, buffers = getattr(value, "optimizer", None), buffers_in(value)
+    further = {"optimizer": optimizer.variables if optimizer is not None else None, _BUFFERS: buffers or None}
+    return {"weights": value.weights} | {part: each for part, each in further.items() if each is not None}

@@ -18,6 +18,7 @@ from distnb.engine.namespace.surveys import ContentSurveyor, DataSurveyor
 from distnb.errors import CannotTravelError
 from distnb.objects.code.definitions import is_code
 from distnb.objects.digesting import Digests
+from distnb.objects.keras_archives import is_archived
 from distnb.objects.memory.blocks import dense_tensor, is_stored
 from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.runtime.scopes.mirrored_objects import is_apart, is_divided, is_mirrored, is_read_together, read_together
@@ -187,7 +188,10 @@ class Describer:
         known = self._described.get(surveyed, _UNKNOWN)
         if known.digest is not None:
             return known._replace(identity=identity, summary=summary)
-        survey = None if wrapped else ContentSurveyor(self._objects, value, tensors=compared)
+        divided = together and is_divided(value)
+        # Keras would gather the shards of its objects for their pickles, and replicas may survey different objects.
+        unread = wrapped or (divided and is_archived(type(value)))
+        survey = None if unread else ContentSurveyor(self._objects, value, tensors=compared)
         digest = survey.digest_of_root() if survey is not None else None
         return Described(
             kind="object",
@@ -196,7 +200,7 @@ class Describer:
             summary=summary,
             mirrored=mirrored,
             together=together,
-            divided=together and is_divided(value),
+            divided=divided,
             wrapped=wrapped,
             reads=tuple(sorted(survey.seen.names)) if survey is not None else (),
             holds=survey.holds() if survey is not None else (),

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distnb.compat import patches
+from distnb.runtime import contexts
 
 __all__ = ["install"]
 
@@ -33,8 +34,15 @@ def install(handler: _Handler) -> None:
     patches.wrap("torch.optim:Optimizer.add_param_group", handler.add_param_group)
     patches.wrap("torch.optim:Optimizer.zero_grad", handler.zero_grad)
     patches.wrap("torch.nn:Module.zero_grad", handler.zero_grad)
+    patches.wrap("torch.distributed.tensor:DTensor.full_tensor", _gather)
     for name in _READS:
         patches.replace(f"torch.distributed.tensor:DTensor.{name}", _of_whole(name))
+
+
+def _gather(original: Callable[..., torch.Tensor], tensor: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Gather a tensor, unless the other replicas do not take part."""
+    contexts.require_all_replicas()
+    return original(tensor, *args, **kwargs)
 
 
 @functools.cache

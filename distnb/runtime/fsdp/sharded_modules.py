@@ -25,13 +25,14 @@ from distnb.collectives.digests import digest
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import ContextError
 from distnb.options import StrategySpec
+from distnb.runtime import contexts
 from distnb.runtime.fsdp.deferred import allocate_rest, allocating, is_deferred, materialise
 from distnb.runtime.fsdp.passes import ScaledReduceScatter, ShardedPasses
 from distnb.runtime.fsdp.sharding_options import MIN_SIZE, Precision, UnitPredicate
 from distnb.runtime.fsdp.units import forward_roots, units_of
-from distnb.runtime.fsdp.whole_copies import note_mesh
+from distnb.runtime.fsdp.whole_copies import holds_shards, note_mesh
 from distnb.runtime.reduction.equal_values import make_equal
-from distnb.values.structure import map_structure
+from distnb.values.structure import flatten, map_structure
 
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
@@ -84,6 +85,13 @@ class ShardedModules:
             self._known.update((each, True) for each in self.parameters())
         return tensor in self._known
 
+    def divides(self, tensor: object) -> bool:
+        """Return whether a tensor is a sharded parameter or slot of an optimizer, or FSDP's copy of a parameter.
+
+        FSDP makes new parameters for the gathered values, whose memory it frees after a pass.
+        """
+        return holds_shards(tensor) or any(fsdp_internals.holds_gathered(root, tensor) for root in self._passes.roots)
+
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the sharded parameter that has replaced a parameter, or the parameter itself."""
         sharded = self._replaced.get(parameter)
@@ -123,8 +131,13 @@ class ShardedModules:
 
     # Sharding ---------------------------------------------------------------------------------------------------------
 
-    def shard(self, modules: Iterable[torch.nn.Module]) -> None:
+    def shard(self, modules: Iterable[torch.nn.Module], *, of_larger: bool = False) -> None:
         """Shard modules that no other new module contains. All replicas must call this with the same modules.
+
+        Args:
+            modules: The modules.
+            of_larger: Whether the modules are parts of larger models. Then each is a unit, whose gathered parameters
+                are freed after its forward pass. Those of a model itself are kept for the backward pass.
 
         Raises:
             ContextError: A parameter has no size yet.
@@ -139,11 +152,13 @@ class ShardedModules:
                     # Parameters that are added to a sharded model are mirrored.
                     is_new = not any(isinstance(each, DTensor) for each in parameters)
                     if is_new and any(map(_is_divisible, parameters)):
-                        self._shard_root(root)
+                        self._shard_root(root, of_larger)
 
-    def _shard_root(self, root: torch.nn.Module) -> None:
+    def _shard_root(self, root: torch.nn.Module, of_larger: bool) -> None:
         _refuse_lazy(root)
         chooser = self._spec.option("shard_by")
+        if of_larger and chooser == "block":
+            chooser = None  # the part may be a block itself
         chosen = chooser.load() if isinstance(chooser, UnitPredicate) else chooser
         units = units_of(root, chosen, self._spec.option("min_size", MIN_SIZE))
         made = {name: each for name, each in root.named_parameters() if _is_divisible(each)}
@@ -156,6 +171,8 @@ class ShardedModules:
             "offload_policy": CPUOffloadPolicy() if self._spec.option("offload") else OffloadPolicy(),
             "ignored_params": {each for each in root.parameters() if not _is_divisible(each)},
         }
+        if of_larger:
+            options["reshard_after_forward"] = True  # by default FSDP does not free what a model itself has gathered
         for module in [*(unit for _, unit in units), root]:
             module.register_forward_hook(_without_views)
             unit = fully_shard(module, **options)
@@ -202,7 +219,13 @@ class ShardedModules:
         if self._group().size > 1:
             make_equal(self._group(), named)
 
-    def _before_forward(self, root: torch.nn.Module, _inputs: Any) -> None:
+    def _before_forward(self, root: torch.nn.Module, inputs: Any) -> None:
+        contexts.require_all_replicas()
+        if any(isinstance(each, torch.Tensor) and each.is_meta for each in flatten(inputs)[0]):
+            raise ContextError(
+                f"A sharded {torch_internals.original_class(root).__name__} was called with tensors on the meta "
+                "device, which have no values. Call it with ordinary tensors."
+            )
         if self._groups.get(root) is not self._group().process_group:
             raise ContextError(
                 f"This {torch_internals.original_class(root).__name__} was sharded over other replicas: the cluster "

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distnb.accelerators import torch_device
 from distnb.collectives.verify import callsite
-from distnb.errors import ContextError, OptionError
+from distnb.errors import OptionError
 from distnb.runtime import contexts
 from distnb.runtime.base import Owner
 from distnb.runtime.fsdp import library_hooks
@@ -21,8 +21,9 @@ from distnb.runtime.fsdp.passes import ShardedPasses
 from distnb.runtime.fsdp.sharded_modules import ShardedModules, is_whole, part_of
 from distnb.runtime.fsdp.whole_copies import holds_shards, whole_copies
 from distnb.runtime.replica import Spmd
+from distnb.runtime.scopes import foreign_libraries
 from distnb.runtime.scopes.mirrored_objects import register_divided
-from distnb.runtime.scopes.registration import ParameterKey, Registration, adopters_of
+from distnb.runtime.scopes.registration import ParameterKey, Registration
 
 if TYPE_CHECKING:
     from distnb.runtime.spmd import SpmdProcess
@@ -43,22 +44,25 @@ class _ShardedRegistration(Registration):
     def owns(self, made: torch.Tensor | torch.nn.Module) -> bool:
         return super().owns(made) or self.sharded.owns(made)
 
-    def _adopt(self, module: torch.nn.Module) -> None:
-        if adopters_of(module):
-            raise ContextError(
-                f"A {type(module).__name__} of Keras cannot be sharded: Keras keeps variables of its own, and FSDP "
-                "would replace the parameters behind them. Make a torch.nn.Module and write the training step, or use "
-                "a MirroredStrategy for the Keras model."
-            )
-
     def _prepare(self, roots: Sequence[torch.nn.Module]) -> None:
-        self.sharded.shard(roots)
+        foreign_libraries.prepare()  # the scope may have imported a library
+        found = [(root, foreign_libraries.modules_in(root)) for root in roots]
+        self.sharded.shard([root for root, wrapped in found if wrapped is None])
+        layers = [(root, wrapped) for root, wrapped in found if wrapped is not None]
+        if layers and self.strategy.spec.option("offload"):
+            raise OptionError(
+                f"offload=True cannot be used for a {type(layers[0][0]).__name__} of Keras: Keras's optimizers compute "
+                "on the GPU, and the shards would be in the host's memory. Leave out the option."
+            )
+        self.sharded.shard([module for _, wrapped in layers for module in wrapped], of_larger=True)
+        for layer, _ in layers:
+            foreign_libraries.put_parameters(layer, self.sharded.current)
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
-        return not self.sharded.owns(tensor) and super()._is_new(tensor)
+        return super()._is_new(tensor) and not self.sharded.divides(tensor)
 
     def _register(self, parameter: Any, key: Any, name: str = "", at: ParameterKey | None = None) -> bool:
-        return not self.sharded.owns(parameter) and super()._register(parameter, key, name, at)
+        return not self.sharded.divides(parameter) and super()._register(parameter, key, name, at)
 
 
 class ShardedSpmd(Spmd):
@@ -148,12 +152,16 @@ class ShardedSpmd(Spmd):
 
     # Optimizers -------------------------------------------------------------------------------------------------------
 
+    def before_optimizer(self) -> None:
+        """Shard the modules that the current scope has made: an optimizer keeps shards, and makes slots for them."""
+        if contexts.innermost() == (self._strategy, None):
+            self.take_made()
+
     def add_param_group(
         self, original: Callable[..., None], optimizer: torch.optim.Optimizer, param_group: dict[str, Any]
     ) -> None:
         """Give an optimizer the shards of the parameters that it was made for. Shard their modules first."""
-        if contexts.innermost() == (self._strategy, None):
-            self.take_made()
+        self.before_optimizer()
         given = param_group.get("params") if isinstance(param_group, dict) else None
         if given is None or isinstance(given, set):
             original(optimizer, param_group)  # raises

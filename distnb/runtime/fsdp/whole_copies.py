@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from distnb.accelerators import device_memory
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import StaleHandleError
+from distnb.runtime.scopes import foreign_libraries
 from distnb.runtime.this_process import this_process
 
 __all__ = ["holds_shards", "note_mesh", "whole_copies"]
@@ -42,11 +43,18 @@ def holds_shards(value: Any) -> bool:
 
     A program's own DTensors, on a mesh of its own, do not count.
     """
-    return any(isinstance(each, DTensor) and each.device_mesh in _meshes for each in _tensors(value))
+    tensors = [*(foreign_libraries.shards_in(value) or _tensors(value))]
+    return any(isinstance(each, DTensor) and each.device_mesh in _meshes for each in tensors)
 
 
-def whole_copies(*values: Any) -> list[Any]:
+def whole_copies(*values: Any, gradients: bool = True) -> list[Any]:
     """Return plain copies of objects, which share what the objects share. All replicas call this.
+
+    The copies of other libraries' objects share nothing.
+
+    Args:
+        values: The objects.
+        gradients: Whether to copy the gradients of parameters.
 
     Raises:
         StaleHandleError: Replicas with shards have ended or left.
@@ -55,7 +63,12 @@ def whole_copies(*values: Any) -> list[Any]:
     keeps = process is None or process.rank == 0
     memo: dict[int, Any] = {}
     for value in values:
-        sharded = [each for each in _tensors(value) if isinstance(each, DTensor) and id(each) not in memo]
+        copied = foreign_libraries.whole_copy(value)
+        if copied is not None:
+            memo[id(value)] = copied
+            continue
+        tensors = _tensors(value, gradients)
+        sharded = [each for each in tensors if isinstance(each, DTensor) and id(each) not in memo]
         if process is not None and any(each.device_mesh.size() != process.size for each in sharded):
             raise StaleHandleError(
                 f"Replicas that hold shards of this {torch_internals.original_class(value).__name__} have ended or "
@@ -69,24 +82,25 @@ def whole_copies(*values: Any) -> list[Any]:
             if each.is_leaf:
                 memo[id(each)].grad = memo.get(id(each.grad))
     for value in values:
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, torch.nn.Module) and id(value) not in memo:
             _copy_module(value, memo)
     return [copy.deepcopy(value, memo) for value in values]
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
+def _tensors(value: Any, gradients: bool = True) -> Iterable[torch.Tensor]:
     """Return the tensors of a value that may be sharded, in an order that is equal on all replicas."""
+    inner: list[torch.Tensor] = []
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, torch.nn.Module):
-        found = list(value.parameters())
-        return [*found, *(each.grad for each in found if each.grad is not None)]
-    if isinstance(value, torch.optim.Optimizer):
+        parameters = list(value.parameters())
+    elif isinstance(value, torch.optim.Optimizer):
         parameters = [each for group in value.param_groups for each in group["params"]]
         states = [value.state[each] for each in parameters if each in value.state]
         inner = [part for state in states for part in state.values() if isinstance(part, torch.Tensor)]
-        return [*parameters, *(each.grad for each in parameters if each.grad is not None), *inner]
-    return []
+    else:
+        return []
+    return [*parameters, *(each.grad for each in parameters if gradients and each.grad is not None), *inner]
 
 
 def _gathered(shard: DTensor, keeps: bool) -> torch.Tensor:

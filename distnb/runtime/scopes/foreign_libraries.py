@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from distnb.compat import accelerate_internals, lightning_internals
 from distnb.variables.variable import Variable
 
-__all__ = ["begin_program", "is_shared", "prepare", "restore_shared", "strategy_of_shared", "tensors_in", "variable_in"]
+__all__ = [
+    "begin_program",
+    "is_shared",
+    "modules_in",
+    "prepare",
+    "put_parameters",
+    "restore_shared",
+    "shards_in",
+    "strategy_of_shared",
+    "tensors_in",
+    "variable_in",
+    "whole_copy",
+]
 
 _KEEPERS = {"keras": "distnb.keras.replica_state"}
 _prepared: dict[str, Any] = {}
@@ -73,6 +88,41 @@ def variable_in(value: Any) -> Variable | None:
 def tensors_in(value: Any) -> list[Any]:
     """Return the tensors of another library's variable or optimizer; an empty list for any other object."""
     return [tensor for keeper in _prepared.values() for tensor in keeper.tensors_in(value)]
+
+
+def modules_in(value: torch.nn.Module) -> list[torch.nn.Module] | None:
+    """Return the torch modules that a layer of another library wraps, or None for an ordinary torch module.
+
+    Raises:
+        ContextError: The layer has parameters outside them.
+    """
+    found = (keeper.modules_in(value) for keeper in _prepared.values())
+    return next((each for each in found if each is not None), None)
+
+
+def put_parameters(layer: torch.nn.Module, current: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the parameters that a library keeps for the torch modules in its layer, after they were replaced there.
+
+    Args:
+        layer: The layer.
+        current: Returns the parameter in place of another one.
+    """
+    for keeper in _prepared.values():
+        keeper.put_parameters(layer, current)
+
+
+def shards_in(value: Any) -> list[torch.Tensor]:
+    """Return the sharded tensors in an object of another library; an empty list for any other object."""
+    return [tensor for keeper in _prepared.values() for tensor in keeper.shards_in(value)]
+
+
+def whole_copy(value: Any) -> Any:
+    """Return a copy of another library's object with whole tensors in place of shards, which can be pickled.
+
+    All replicas call this, and replica 0 gets the content. Return None for any other object.
+    """
+    copies = (keeper.whole_copy(value) for keeper in _prepared.values())
+    return next((each for each in copies if each is not None), None)
 
 
 def restore_shared(value: Any, strategy: Any) -> bool:
