@@ -10,9 +10,9 @@ import torch
 
 from distnb.checkpoint.tensor_slices import is_sharded
 from distnb.compat import patches
-from distnb.errors import OptionError
 from distnb.keras import keras_internals
 from distnb.runtime import contexts
+from distnb.runtime.fsdp.sharding_options import not_elementwise
 from distnb.runtime.this_process import this_process
 
 __all__ = ["install"]
@@ -40,11 +40,7 @@ def _build(plain: Callable[..., None], optimizer: Any, variables: Sequence[Any])
         process.runtime_of(innermost[0]).before_optimizer()
     sharded = [each for each in variables if is_sharded(keras_internals.tensor_of(each))]
     if sharded and isinstance(optimizer, _NOT_ELEMENTWISE):
-        raise OptionError(
-            f"{type(optimizer).__name__} cannot update the parameters of a ShardedStrategy: its update of an "
-            "element depends on the other elements, of which each replica has only a part. Use Adam, AdamW, "
-            "SGD or another optimizer that treats each element separately, or a MirroredStrategy."
-        )
+        raise not_elementwise(optimizer)
     plain(optimizer, variables)
 
 

@@ -19,6 +19,7 @@ from distnb.runtime.fsdp import library_hooks
 from distnb.runtime.fsdp.deferred import allocating, deferring
 from distnb.runtime.fsdp.passes import ShardedPasses
 from distnb.runtime.fsdp.sharded_modules import ShardedModules, is_whole, part_of
+from distnb.runtime.fsdp.sharding_options import not_elementwise
 from distnb.runtime.fsdp.whole_copies import holds_shards, whole_copies
 from distnb.runtime.replica import Spmd
 from distnb.runtime.scopes import foreign_libraries
@@ -171,11 +172,7 @@ class ShardedSpmd(Spmd):
         original(optimizer, param_group)
         if any(self._sharded.owns(each) for each in optimizer.param_groups[-1]["params"]):
             if type(optimizer) in _NOT_ELEMENTWISE:
-                raise OptionError(
-                    f"{type(optimizer).__name__} cannot update the parameters of a ShardedStrategy: its update of an "
-                    "element depends on the other elements, of which each replica has only a part. Use Adam, AdamW, "
-                    "SGD or another optimizer that treats each element separately, or a MirroredStrategy."
-                )
+                raise not_elementwise(optimizer)
             if len(optimizer.param_groups) == 1:
                 optimizer.register_load_state_dict_pre_hook(_divide_state)
 

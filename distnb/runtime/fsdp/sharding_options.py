@@ -12,7 +12,15 @@ import cloudpickle
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
 
-__all__ = ["MIN_SIZE", "Precision", "UnitPredicate", "check_devices", "checked_precision", "checked_shard_by"]
+__all__ = [
+    "MIN_SIZE",
+    "Precision",
+    "UnitPredicate",
+    "check_devices",
+    "checked_precision",
+    "checked_shard_by",
+    "not_elementwise",
+]
 
 MIN_SIZE = 1_000_000
 """The default of the option `min_size`, in bytes."""
@@ -113,3 +121,12 @@ def check_devices(spec: StrategySpec, devices: Sequence[str]) -> None:
             f"offload=True keeps shards in the host's memory, and the replica on {on_host[0]} has no other. Leave it "
             "out, or use GPUs."
         )
+
+
+def not_elementwise(optimizer: object) -> OptionError:
+    """Return the error for an optimizer whose update of an element depends on other elements."""
+    return OptionError(
+        f"{type(optimizer).__name__} cannot update the parameters of a ShardedStrategy: its update of an element "
+        "depends on the other elements, of which each replica has only a part. Use Adam, AdamW, SGD or another "
+        "optimizer that treats each element separately, or a MirroredStrategy."
+    )
