@@ -317,10 +317,12 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return self.other(obj) if self.side.copying else (copyreg.__newobj__, (type(obj),), vars(obj))  # type: ignore[attr-defined]
 
     def transform(self, transform: Any) -> Any:
-        """Reduce a matplotlib transform without the addresses of its parents, which differ between equal figures."""
-        state = transform.__getstate__()
-        parents = list(state.pop("_parents").values())
-        return content, (type(transform),), (state, parents)  # as state, because parents and children hold each other
+        """Reduce a matplotlib transform without the transforms that depend on it. It holds them by their addresses."""
+        return content, (type(transform),), {**transform.__getstate__(), "_parents": None}
+
+    def callbacks(self, registry: Any) -> Any:
+        """Reduce a registry of matplotlib's callbacks without the number of the next one. Each pickle increases it."""
+        return content, (type(registry),), {**registry.__getstate__(), "_cid_gen": None}
 
     def other(self, obj: Any) -> Any:
         """Reduce an object by its own rule for pickling."""
@@ -458,6 +460,9 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
     transforms = sys.modules.get("matplotlib.transforms")
     if transforms is not None and issubclass(kind, transforms.TransformNode):
         return lambda pickler, obj: pickler.transform(obj)
+    cbook = sys.modules.get("matplotlib.cbook")
+    if cbook is not None and kind is cbook.CallbackRegistry:
+        return lambda pickler, obj: pickler.callbacks(obj)
     shells = sys.modules.get("IPython.core.interactiveshell")
     if shells is not None and issubclass(kind, shells.InteractiveShell):
         from IPython import get_ipython

@@ -195,6 +195,9 @@ class Packer(Digester):
     def transform(self, transform: Any) -> Any:
         return self.instance(transform)
 
+    def callbacks(self, registry: Any) -> Any:
+        return self.instance(registry)
+
     def graph(self, tensor: Any) -> Any:
         """Reduce a tensor that has a graph of operations, which stays in its process."""
         reference = self.reference(tensor)

@@ -78,7 +78,8 @@ class Cluster:
         self._process.wait(60)
         self._process.stdout.close()
         for process in processes.children_of_this_run().values():
-            if "/ray/" in " ".join(process.cmdline()):
+            command = " ".join(process.cmdline())
+            if "/ray/" in command or command.startswith("ray::"):  # a worker gives itself such a name
                 process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 

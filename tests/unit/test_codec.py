@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from distnb.errors import MessageError
 from distnb.objects.digesting import Side
@@ -138,6 +139,23 @@ def test_invalid_bytes_are_refused_with_a_reason() -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_unchanged_figure_of_matplotlib_is_not_sent_again() -> None:
+    """Check that neither its pickles nor garbage change its digest."""
+    figure = Figure()
+    (line,) = figure.add_subplot().plot([1, 2, 3])
+    tracker = end()
+    for _ in range(2):
+        digests = tracker.digest({"figure": figure})
+        tracker.pack(1, {"figure": figure}, digests, ["figure"])
+        garbage = [line.get_transform() + line.get_transform() for _ in range(10)]
+        assert not tracker.lacking({"figure": figure}, tracker.digest({"figure": figure}))
+        del garbage
+        gc.collect()
+        assert not tracker.lacking({"figure": figure}, tracker.digest({"figure": figure}))
+    figure.axes[0].set_title("changed")
+    assert tracker.lacking({"figure": figure}, tracker.digest({"figure": figure})) == ["figure"]
+
+
 def test_packed_objects_in_a_cycle_are_collected_without_a_warning() -> None:
     # A view of a BytesIO that becomes garbage prints an error; Python 3.12.0 and 3.12.1 crash.
     for made in (end().pack_loose({"a": 1}), encode_tensors({"a": 1})):

@@ -23,8 +23,12 @@ def place(group: GuardedProcessGroup) -> str:
 
 
 def announce(group: GuardedProcessGroup, name: str, text: str) -> None:
-    """Leave a text under a new name, which begins with a `place`."""
-    group.member.client.store().set(name, text)
+    """Leave a text under a new name, which begins with a `place`. Return when the others can read it."""
+    store = group.member.client.store()
+    store.set(name, text)
+    # The store does not answer `set`. Without a request that it answers, this replica could reach its next collective,
+    # which the others see in shared memory, before the store has the text: they would take it for missing.
+    store.check([name])
 
 
 def await_announcement(group: GuardedProcessGroup, name: str, source: int, what: str) -> str:
