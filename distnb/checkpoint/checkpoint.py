@@ -323,7 +323,8 @@ def _stored(path: Path) -> dict[str, Any]:
     try:
         states = files.stored(path, rank, size)
     except (CheckpointError, OSError) as raised:
-        where = f" on {socket.gethostname()}: all machines must share the folder" if size > 1 and rank else ""
+        elsewhere = process is not None and process.workers[rank] != process.workers[0]
+        where = f" All machines must share the folder; this is {socket.gethostname()}." if elsewhere else ""
         error = CheckpointError(f"{raised}{where}")
     raise_together(error)
     return states

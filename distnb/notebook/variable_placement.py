@@ -7,10 +7,12 @@ from typing import Any
 
 from distnb.errors import OptionError
 from distnb.notebook.handles.handle import HANDLES, RemoteMirrored, RemotePerReplica, RemoteState, state_of_handle
+from distnb.notebook.handles.summaries import kind_of
 from distnb.values import Mirrored
 
 __all__ = ["COLUMNS", "drift_reports", "variables"]
 
+_WORDS = {"Mirrored": "mirrored", "Sharded": "sharded", "PerReplica": "per replica"}
 COLUMNS = ("variable", "kind", "type", "shape", "dtype", "lives on")
 
 
@@ -23,7 +25,7 @@ def variables(user_ns: Mapping[str, Any], devices: Mapping[int, str]) -> list[tu
             continue
         state = state_of_handle(value)
         if not state.tracked.ended:
-            kind = "mirrored" if isinstance(value, Mirrored) else "per replica"
+            kind = _WORDS[kind_of(state, mirrored=isinstance(value, Mirrored))]
             rows.append((name, kind, *_described(state, devices)))
     return rows
 

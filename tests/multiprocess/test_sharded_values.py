@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,7 +71,8 @@ def test_handles_are_one_value(notebook: Notebook) -> None:
     assert printed(notebook, kinds) == "[True, True, True, True]"
     text = printed(notebook, "print(model)\nprint(weight)\nprint(total)")
     assert "FSDP" not in text
-    assert "Sequential(" in text
+    assert text.startswith("Sharded(Sequential(")
+    assert re.search(r"\bmodel +sharded +Sequential\b", notebook.run("%distnb variables").text)
     assert "(7, 5)" in text
     whole = "[whole] = {type(each) for each in thirds.local_results(model)[0].parameters()}\nprint(whole.__name__)"
     assert printed(notebook, whole) == "Parameter"

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -242,6 +243,13 @@ def test_damaged_and_foreign_files_are_reported_and_the_newest_complete_checkpoi
     with pytest.warns(UserWarning, match="distnb uses an older checkpoint"):
         assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
     assert model.weight.item() == 1
+
+
+def test_a_path_without_its_number_is_completed_in_the_error(tmp_path: Path) -> None:
+    checkpoint = distnb.Checkpoint(model=torch.nn.Linear(2, 1))
+    paths = [checkpoint.save(tmp_path / "trained") for _ in range(2)]
+    with pytest.raises(CheckpointError, match=f"`save` adds a number to the path: {re.escape(str(paths[-1]))} is"):
+        checkpoint.restore(tmp_path / "trained")
 
 
 def test_a_manager_keeps_the_newest_and_every_nth_checkpoint(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from distnb.notebook.views.value_model import ValueModel
 from distnb.values import DistributedValues, Mirrored
 from distnb.wire.value_facts import Inspected
 
-__all__ = ["as_model", "as_text"]
+__all__ = ["as_model", "as_text", "kind_of"]
 
 _UNASSIGNED = "<unassigned>"
 _LOST = "<lost: its engine has ended>"
@@ -15,7 +15,7 @@ _EARLIER = " as last seen (an engine is stuck: %distnb status)"
 
 
 def as_text(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True) -> str:
-    """Return the repr of a handle: one line for a mirrored object, one line per replica for others.
+    """Return the repr of a handle: one line for a mirrored or sharded object, one line per replica for others.
 
     Args:
         fresh: Whether the summaries are up to date.
@@ -27,7 +27,7 @@ def as_text(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True
         return f"<lost: shards of {state.label} ({state.type_name}) were on engines that have ended or left>"
     if mirrored:
         replica = next((r for r in range(size) if r in state.facts), 0)
-        return f"Mirrored({_line(state, replica)}) on {size} replica{'s' * (size != 1)}{earlier}"
+        return f"{kind_of(state, mirrored=True)}({_line(state, replica)}) on {size} replica{'s' * (size != 1)}{earlier}"
     lines = [f"  {replica}: {_line(state, replica)}" for replica in range(size)]
     return "PerReplica:{\n" + ",\n".join(lines) + "\n}" + earlier
 
@@ -58,13 +58,20 @@ def _cells(state: RemoteState, replica: int) -> tuple[str, str, str, str, str]:
     return summary.type, summary.shape, summary.dtype, summary.device, summary.text or ""
 
 
+def kind_of(state: RemoteState, *, mirrored: bool) -> str:
+    """Return the word for a handle's kind: "Sharded" for one that is read like a mirrored object, but is divided."""
+    if mirrored:
+        return "Sharded" if state.divided else "Mirrored"
+    return "PerReplica"
+
+
 def as_model(handle: DistributedValues) -> ValueModel:
     """Return the model of a handle's view, with the current components if the engines can answer."""
     from distnb.runtime.inspection.inspecting import inspect
 
     state, size = state_of_handle(handle), handle.num_replicas
-    kind = "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
-    if state.tracked.ended:
+    kind = kind_of(state, mirrored=isinstance(handle, Mirrored))
+    if state.tracked.ended or (state.divided and state.gone):
         return ValueModel(kind=kind, size=size, components={}, notes=(as_text(state, size, mirrored=False),))
     inspected = state.operations.inspect(handle)
     components, absent = {}, {}

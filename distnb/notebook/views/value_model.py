@@ -18,7 +18,7 @@ class ValueModel:
     """The reported content of a distributed value.
 
     Attributes:
-        kind: "PerReplica", "Mirrored", or the class of a value that one process holds.
+        kind: "PerReplica", "Mirrored", "Sharded", or the class of a value that one process holds.
         size: The number of replicas that the value belongs to.
         components: The replicas' reports. Components in other processes are missing.
         absent: The reason why a replica has no component, such as "<unassigned>".
@@ -41,7 +41,7 @@ class ValueModel:
     @property
     def title(self) -> str:
         """The kind, and the number of replicas."""
-        if self.kind not in ("PerReplica", "Mirrored"):
+        if self.kind not in ("PerReplica", "Mirrored", "Sharded"):
             return self.kind
         return f"{self.kind} on {self.size} replica{'s' * (self.size != 1)}"
 
