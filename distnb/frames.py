@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -18,6 +19,7 @@ __all__ = [
     "OWN",
     "chain",
     "frames_of",
+    "frames_without",
     "raised_by_distnb",
     "torch_frames",
     "traceback_of",
@@ -102,6 +104,21 @@ def frames_of(traceback: TracebackType | None) -> list[TracebackType]:
         frames.append(traceback)
         traceback = traceback.tb_next
     return frames
+
+
+def frames_without(frames: Sequence[TracebackType], hidden: tuple[str, ...]) -> list[TracebackType]:
+    """Return the frames whose files do not begin with one of the hidden paths.
+
+    Frames of `contextlib` that lead to a hidden frame are left out, too. For example, `with strategy.scope():` calls
+    distnb through them.
+    """
+    kept, leads_to_hidden = [], False
+    for frame in reversed(frames):
+        file = frame.tb_frame.f_code.co_filename
+        leads_to_hidden = file.startswith(hidden) or (leads_to_hidden and file == contextlib.__file__)
+        if not leads_to_hidden:
+            kept.append(frame)
+    return kept[::-1]
 
 
 def traceback_of(frames: Sequence[TracebackType]) -> TracebackType | None:

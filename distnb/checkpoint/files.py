@@ -270,8 +270,8 @@ def check(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         what = "there is no such file or folder" if not path.exists() else f"it has no {_MANIFEST}"
-        found = numbered(path.parent, path.name)
-        cure = f" `save` adds a number to the path: {found[max(found)]} is the newest." if found else ""
+        others = list(numbered(path.parent, path.name).values())
+        cure = f" `save` adds a number to the path: {others[-1]} is the newest." if others else ""
         raise CheckpointError(f"{path} is not a checkpoint of distnb: {what}.{cure}") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not complete: {_MANIFEST} is not JSON ({error}).") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ import IPython
 
 from distnb.compat.ipython_internals import show_lines
 from distnb.errors import DistnbError, ProgramError
-from distnb.frames import OWN, frames_of, raised_by_distnb, torch_frames, traceback_of, with_frames
+from distnb.frames import OWN, frames_of, frames_without, raised_by_distnb, torch_frames, traceback_of, with_frames
 from distnb.notebook.handles.handle import HANDLES
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["callers_lines", "debug_on_replicas", "presented", "show_plainly", "users_part"]
 
 _IPYTHON = os.path.dirname(IPython.__file__) + os.sep
-_MANAGERS = contextlib.__file__  # its frames are between frames of ours
 _HANDLE = (
     "({} is a handle: the object itself lives on the replicas. Use the object there: in a %%distribute cell, in the "
     "body of `with strategy.scope():`, or in a function that strategy.run calls. strategy.local_results(handle)[0] is "
@@ -127,9 +125,7 @@ def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (OWN,)) -
     frames = frames_of(traceback)
     if not any(frame.tb_frame.f_code.co_filename.startswith(own) for frame in frames):
         return traceback
-    return traceback_of(
-        [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith((*own, _MANAGERS))] or frames
-    )
+    return traceback_of(frames_without(frames, own) or frames)
 
 
 @contextmanager

@@ -138,7 +138,7 @@ losses = [strategy.reduce("sum", strategy.run(step, (batch,)), axis=None).item()
     assert "<lost: shards of `model`" in printed(notebook, "print(model)")
     with pytest.raises(AssertionError, match="has lost the shards of engine 1"):
         notebook.run("optimizer.state_dict()")
-    notebook.run(f"%%distribute thirds\n{_PROGRAM}")
+    assert "UserWarning" not in notebook.run(f"%%distribute thirds\n{_PROGRAM}").stderr  # the lost model is not missed
     again = (
         save.replace("path = ", "").replace(".save(", ".restore(").replace(repr(str(tmp_path / "checkpoint")), "path")
     )
@@ -152,6 +152,21 @@ def test_a_model_that_was_never_called_outlives_a_failed_program(notebook: Noteb
     with pytest.raises(AssertionError, match="on purpose"):
         notebook.run("%%distribute thirds\nif distnb.replica_id() == 1:\n    raise ValueError('on purpose')")
     notebook.run("%%distribute thirds\nstrategy.run(lambda: unused(torch.ones(2, 5)))")
+
+
+def test_shards_of_different_steps_are_reported(notebook: Notebook) -> None:
+    torn = """%%distribute thirds
+def torn(batch):
+    model(batch[0]).sum().backward()
+    if distnb.replica_id() == 1:
+        raise ValueError("on purpose")
+    optimizer.step()
+
+strategy.run(torn, (next(iter(dataset)),))"""
+    with pytest.raises(AssertionError, match="on purpose"):
+        notebook.run(torn)
+    warned = notebook.run("%%distribute thirds\nstrategy.run(lambda: model(torch.ones(2, 5)))").stderr
+    assert "The shards of Sequential do not belong together: a program ended in the middle of a step" in warned
 
 
 def test_a_programs_own_dtensors_have_a_component_on_each_replica(notebook: Notebook) -> None:

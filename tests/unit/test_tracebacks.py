@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import pickle
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 import distnb
+from distnb.frames import OWN, frames_of, frames_without
 from distnb.magics import tracebacks
 from distnb.notebook.programs.failures import raise_failure
 from distnb.notebook.programs.outcome import Outcome
@@ -120,6 +123,26 @@ def test_a_defect_of_distnb_is_shown_in_full_and_a_builtins_error_is_not(
     plain = shown(shell, capsys, "import json\njson.loads('{')")
     assert "json" in plain
     assert "decoder.py" in plain
+
+
+_MANAGER = """
+import contextlib
+
+@contextlib.contextmanager
+def manager():
+    yield
+    raise ValueError("on purpose")
+"""
+
+
+@pytest.mark.parametrize(("file", "shown"), [("users.py", True), (os.path.join(OWN, "strategies", "made.py"), False)])
+def test_frames_of_contextlib_are_shown_with_the_users_context_managers_only(file: str, shown: bool) -> None:
+    made: dict[str, Any] = {}
+    exec(compile(_MANAGER, file, "exec"), made)
+    with pytest.raises(ValueError, match="on purpose") as raised, made["manager"]():
+        pass
+    kept = [each.tb_frame.f_code.co_filename for each in frames_without(frames_of(raised.value.__traceback__), (OWN,))]
+    assert (contextlib.__file__ in kept, file in kept, kept[0]) == (shown, shown, __file__)
 
 
 def test_a_function_called_by_distnb_is_shown_without_its_callers() -> None:

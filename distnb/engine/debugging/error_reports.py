@@ -16,7 +16,7 @@ from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 
 from distnb.engine.namespace import object_operations
 from distnb.errors import DistnbError
-from distnb.frames import OWN, chain, frames_of, raised_by_distnb, torch_frames, with_frames
+from distnb.frames import OWN, chain, frames_of, frames_without, raised_by_distnb, torch_frames, with_frames
 from distnb.objects.modules.received_modules import received_modules
 from distnb.objects.packing import Packed
 from distnb.runtime import shared_files
@@ -89,7 +89,7 @@ def users_part(error: BaseException) -> list[TracebackType]:
     """
     frames = frames_of(error.__traceback__)
     hidden = (OWN, *torch_frames(error))
-    kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(hidden)]
+    kept = frames_without(frames, hidden)
     if len(kept) > 1 and kept[0].tb_frame.f_code.co_filename == asyncio.base_events.__file__:
         del kept[0]  # the loop in which a cell awaits
     last = frames[-1].tb_frame if frames else None

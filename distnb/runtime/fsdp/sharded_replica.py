@@ -114,16 +114,10 @@ class ShardedSpmd(Spmd):
         self._sharded.note_writes()
         gathered: list[dict[str, int]] = group.all_gather_object(writes)
         torn = [name for name, count in writes.items() if any(each.get(name, count) != count for each in gathered)]
-        lost = sorted({name for each in gathered for name in each if any(name not in other for other in gathered)})
-        if torn or lost:
-            what = ", ".join(lost or torn)
-            cause = (
-                "some replicas do not have it, since their engines were replaced"
-                if lost
-                else "a program ended in the middle of a step, which some replicas have taken and others have not"
-            )
+        if torn:  # a model that an engine has lost is not compared: its use raises an error
             callsite.current().warn(
-                f"The shards of {what} do not belong together: {cause}. Restore a checkpoint "
+                f"The shards of {', '.join(torn)} do not belong together: a program ended in the middle of a step, "
+                "which some replicas have taken and others have not. Restore a checkpoint "
                 "(distnb.Checkpoint(...).restore(path)), or make the model again in the scope."
             )
 
