@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +127,9 @@ def launcher(selected: Iterable[tuple[str, str]], folder: Path) -> Callable[[str
     def launch(way: str) -> list[dict[str, Any]]:
         names = list(dict.fromkeys(program for program, under in pairs if way in (under, REFERENCE)))
         made = WAYS[way]
-        text = _DRIVER.format(made=made.made, names=names, folder=str(folder / way), programs=str(PROGRAMS))
+        # A launch that raises is repeated by the next test, which must not find the files of this one.
+        here = tempfile.mkdtemp(prefix=f"{way}-", dir=folder)
+        text = _DRIVER.format(made=made.made, names=names, folder=here, programs=str(PROGRAMS))
         if not made.workers:
             return [
                 rank.check().result for rank in run_ranks(text, made.replicas, timeout_s=TIME_LIMIT_S, env=made.env)
