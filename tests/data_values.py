@@ -262,9 +262,7 @@ VALUES: dict[str, DataValue] = {
     ),
     "report": DataValue("sklearn.metrics.classification_report([0, 1, 1], [0, 1, 0], output_dict=True)", "v['n'] = 1"),
     "figure": DataValue(
-        "figure()",
-        "v.axes[0].title.set_text(v.axes[0].get_title() + 't')",
-        "(v.axes[0].get_title(), len(v.axes[0].lines))",
+        "figure()", "v.axes[0].set_title(v.axes[0].get_title() + 't')", "(v.axes[0].get_title(), len(v.axes[0].lines))"
     ),
 }
 """The values by the names that tests use."""

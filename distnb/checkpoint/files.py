@@ -270,9 +270,7 @@ def check(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         what = "there is no such file or folder" if not path.exists() else f"it has no {_MANIFEST}"
-        others = list(numbered(path.parent, path.name).values())
-        cure = f" `save` adds a number to the path: {others[-1]} is the newest." if others else ""
-        raise CheckpointError(f"{path} is not a checkpoint of distnb: {what}.{cure}") from None
+        raise CheckpointError(f"{path} is not a checkpoint of distnb: {what}.") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not complete: {_MANIFEST} is not JSON ({error}).") from None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
@@ -361,6 +359,10 @@ def stored(path: Path, share: int = 0, shares: int = 1) -> Any:
     Raises:
         CheckpointError: The path is not a checkpoint, or the checkpoint is incomplete or damaged.
     """
+    if not path.exists() and (others := list(numbered(path.parent, path.name).values())):
+        raise CheckpointError(
+            f"There is no checkpoint {path}. `save` adds a number to the path: {others[-1]} is the newest."
+        )
     holds = check(path)
     pieces: dict[str, list[StoredPiece]] = {}
     dtypes: dict[str, torch.dtype] = {}

@@ -89,7 +89,7 @@ def test_data_that_differs_or_is_on_one_replica_only_becomes_a_handle(notebook: 
     assert notebook.value(f"wrong_ones({_seen('v')}, {_seen('w')})") == {}, "equal parts of different values"
 
 
-@pytest.mark.soak  # `set_title` makes new transforms; twice it left different figures on the replicas of a full run
+@pytest.mark.soak  # many figures, since this has failed in full runs only
 def test_figures_with_new_transforms_stay_the_same_objects(notebook: Notebook) -> None:
     figures = range(20)
     changed = "\n".join(f"f{n}.axes[0].set_title(f{n}.axes[0].get_title() + 't')" for n in figures)

@@ -138,7 +138,6 @@ def test_invalid_bytes_are_refused_with_a_reason() -> None:
         decode([b"GET / HTTP/1.1"])
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_an_unchanged_figure_of_matplotlib_is_not_sent_again() -> None:
     """Check that neither its pickles nor garbage change its digest."""
     figure = Figure()
@@ -156,6 +155,7 @@ def test_an_unchanged_figure_of_matplotlib_is_not_sent_again() -> None:
     assert tracker.lacking({"figure": figure}, tracker.digest({"figure": figure})) == ["figure"]
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_packed_objects_in_a_cycle_are_collected_without_a_warning() -> None:
     # A view of a BytesIO that becomes garbage prints an error; Python 3.12.0 and 3.12.1 crash.
     for made in (end().pack_loose({"a": 1}), encode_tensors({"a": 1})):
