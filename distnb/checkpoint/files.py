@@ -359,10 +359,6 @@ def stored(path: Path, share: int = 0, shares: int = 1) -> Any:
     Raises:
         CheckpointError: The path is not a checkpoint, or the checkpoint is incomplete or damaged.
     """
-    if not path.exists() and (others := list(numbered(path.parent, path.name).values())):
-        raise CheckpointError(
-            f"There is no checkpoint {path}. `save` adds a number to the path: {others[-1]} is the newest."
-        )
     holds = check(path)
     pieces: dict[str, list[StoredPiece]] = {}
     dtypes: dict[str, torch.dtype] = {}
