@@ -1,0 +1,1 @@
+"""The programs: each module has one subject."""

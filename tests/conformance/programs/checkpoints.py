@@ -1,0 +1,57 @@
+"""Programs that go on after a pause: with other engines, or from a checkpoint under another strategy."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import distnb
+from tests.conformance.prelude import mse, pause, rows, strategy, train, whole
+from tests.conformance.program import program
+
+
+@program(cases={name: {"OPTIMIZER": name} for name in ("SGD", "Adam", "Adagrad")})
+def a_model_and_its_optimizer():
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = getattr(torch.optim, OPTIMIZER)(model.parameters(), lr=0.05)  # noqa: F821
+    kept = {"model": model, "optimizer": optimizer}
+
+    def step(batch):
+        x, y = batch
+        loss = mse(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    pause()
+    train(step, rows(10, 3), rows(10, 2, seed=2))
+    pause()
+    losses = train(step, rows(10, 3, seed=3), rows(10, 2, seed=4))
+    return {"losses": losses, "model": whole(model), "kept": sorted(kept)}
+
+
+@program(under=("default", "one_device", "mirrored", "multi_worker", "central_storage"))
+def batch_norm_and_a_schedule():
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.0), nn.LayerNorm(4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        count = distnb.Variable(0.0)
+    kept = {"model": model, "optimizer": optimizer, "schedule": schedule, "count": count}
+
+    def step(batch):
+        x, y = batch
+        loss = mse(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    pause()
+    train(step, rows(8, 3), rows(8, 2, seed=2))
+    strategy.run(schedule.step)
+    pause()
+    train(step, rows(8, 3, seed=3), rows(8, 2, seed=4))
+    return {"model": whole(model), "kept": sorted(kept)}
