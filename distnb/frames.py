@@ -11,21 +11,26 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType, FunctionType, TracebackType
+from typing import TypeVar
 
 from distnb.errors import DistnbError
 
 __all__ = [
     "LOCKING",
     "OWN",
+    "SPARED_S",
     "chain",
     "frames_of",
     "frames_without",
     "raised_by_distnb",
+    "spared",
     "torch_frames",
     "traceback_of",
     "with_frames",
     "within",
 ]
+
+_F = TypeVar("_F", bound=Callable[..., object])
 
 OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The directory of distnb's own source files."""
@@ -66,6 +71,21 @@ LOCKING = frozenset(
 
 If a signal handler raises there, the lock stays acquired, and the next notification or import waits forever.
 """
+
+
+SPARED_S: dict[CodeType, float] = dict.fromkeys(LOCKING, 1.0)
+"""Code that must not be interrupted, and the time in seconds that it may take."""
+
+
+def spared(function: _F) -> _F:
+    """Protect a brief function of ours from interruption, which could leave its bookkeeping half done.
+
+    On an engine, orders to end the program wait until the function has returned. A notebook or a script receives SIGINT
+    all the same.
+    """
+    if isinstance(function, FunctionType):
+        SPARED_S[function.__code__] = 1.0
+    return function
 
 
 def within(frame: FrameType | None, codes: Collection[CodeType]) -> bool:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from distnb.errors import CheckpointError
@@ -42,12 +42,12 @@ class _Lock:
 
     Attributes:
         descriptor: The descriptor of the locked file; None if the file system has no locks.
-        writers: The number of checkpoints that are being written.
+        writers: A token for each checkpoint that is being written.
         kept: True if the lock is held after they have been written.
     """
 
     descriptor: int | None
-    writers: int = 0
+    writers: set[object] = field(default_factory=set)
     kept: bool = False
 
 
@@ -65,14 +65,15 @@ def saving(target: Path) -> Iterator[None]:
     Raises:
         CheckpointError: Another program holds the lock.
     """
-    path = _path_of(target)
-    with _held(path) as lock:
-        lock.writers += 1
+    path, this = _path_of(target), object()
     try:
+        with _held(path) as lock:
+            lock.writers.add(this)
         yield
     finally:
         with _guard:
-            lock.writers -= 1
+            if path in _locks:
+                _locks[path].writers.discard(this)
             _release_unused(path)
 
 

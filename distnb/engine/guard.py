@@ -18,17 +18,16 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import SemLock
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any, TypeVar
 
 from distnb.errors import ProgramAborted
-from distnb.frames import LOCKING
+from distnb.frames import SPARED_S
 
-__all__ = ["Guard", "spared"]
+__all__ = ["Guard"]
 
 _logger = logging.getLogger("distnb.engine.guard")
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., object])
 
 _SIGNAL = signal.SIGRTMIN + 5
 # User code in a `finally` gets time to clean up before the next signal.
@@ -36,21 +35,16 @@ _RETRY_S = (0.25, 0.5, 1.0)
 # The number of signals after which a user's `except` that catches even these exceptions no longer protects the program.
 # Otherwise a loop that catches each of them would never end.
 _PATIENT = 2
-# Code that must not be interrupted, and the time in seconds to wait for it:
+# More code that must not be interrupted, and the time in seconds to wait for it:
 # - Locks: a lock that is being acquired or released would be held forever.
 # - The start of a child process: the process could not be ended with the program.
 # - An import: it would leave half-initialised modules, which the next import does not load again. The first optimizer
 #   of torch imports for seconds, and torch would then stay broken.
 # All except imports are brief, or wait for something brief.
-_BRIEF = (*LOCKING, BaseProcess.start.__code__, SemLock.__enter__.__code__, SemLock.__exit__.__code__)
-_SPARED_S = dict.fromkeys(_BRIEF, 1.0) | {vars(importlib._bootstrap)["_find_and_load"].__code__: 30.0}
-
-
-def spared(function: F) -> F:
-    """Protect a brief function of ours from interruption, which could leave its bookkeeping half done."""
-    if isinstance(function, FunctionType):
-        _SPARED_S[function.__code__] = 1.0
-    return function
+SPARED_S.update(
+    dict.fromkeys((BaseProcess.start.__code__, SemLock.__enter__.__code__, SemLock.__exit__.__code__), 1.0)
+    | {vars(importlib._bootstrap)["_find_and_load"].__code__: 30.0}
+)
 
 
 class _Run:
@@ -246,7 +240,7 @@ class Guard:
         if run is None or not run.ordered or not run.presses:
             return  # the program has ended meanwhile; the signal must not end the engine or the next program
         while frame is not None and frame is not run.frame:
-            spared_s = max(spared_s, _SPARED_S.get(frame.f_code, 0.0))
+            spared_s = max(spared_s, SPARED_S.get(frame.f_code, 0.0))
             frame = frame.f_back
         # The time counts from the first arrival, not from the first sending: a signal may be late on a busy machine.
         now = time.monotonic()

@@ -22,6 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from distnb.frames import spared
 from distnb.input.dealing import ReplicaInput
 from distnb.objects.rng_state import RngState
 from distnb.topology import Device
@@ -81,16 +82,19 @@ class ReplicaDraws:
         if self._inside:
             yield
             return
-        self._switch()
         try:
+            self._switch(inside=True)
             yield
         finally:
-            self._switch()
+            self._switch(inside=False)
 
-    def _switch(self) -> None:
+    @spared
+    def _switch(self, *, inside: bool) -> None:
+        if inside is self._inside:
+            return  # an interrupt came before the switch
         here = RngState.capture()
         self._other.restore()
-        self._other, self._inside = here, not self._inside
+        self._other, self._inside = here, inside
 
 
 class WorkerSeeds:

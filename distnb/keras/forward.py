@@ -43,9 +43,10 @@ class SharedForward:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Divide calls within the context."""
-        before, self.under_way, self._depth = self.under_way, True, 0
+        before = self.under_way
         self._parts.clear()
         try:
+            self.under_way, self._depth = True, 0
             yield
         finally:
             self.under_way = before

@@ -230,12 +230,14 @@ class ModelOnServers:
             self._coordinator.join()
             self._coordinator.forget(self._model)  # it may have been compiled again, or layers frozen
         source, together = data.source if isinstance(data, _PerWorker) else None, self._model.steps_per_execution
-        self._loops.append(_Loop(kind=kind, source=source, steps=steps, together=together))
-        self._model.steps_per_execution = 1  # Keras would only accept whole executions
+        loop = _Loop(kind=kind, source=source, steps=steps, together=together)
+        depth = len(self._loops)
         try:
+            self._loops.append(loop)
+            self._model.steps_per_execution = 1  # Keras would only accept whole executions
             yield
         finally:
-            self._loops.pop()
+            del self._loops[depth:]
             self._model.steps_per_execution = together
             setattr(self._model, f"{kind}_function", None)
             if not self._loops:
@@ -325,13 +327,14 @@ class ModelOnServers:
         """Call a method that computes in this process, batch by batch, even if a callback of `fit` calls it."""
         names = ("steps_per_execution", *(f"{kind}_function" for kind in ("train", "test", "predict")))
         before = {name: getattr(self._model, name) for name in names}
-        self._loops.append(_Loop(kind="here", source=None, steps=None))
+        loop, depth = _Loop(kind="here", source=None, steps=None), len(self._loops)
         try:
+            self._loops.append(loop)
             for name in names:
                 setattr(self._model, name, 1 if name == names[0] else None)
             return self._read(plain, *args, **kwargs)
         finally:
-            self._loops.pop()
+            del self._loops[depth:]
             for name, value in before.items():
                 setattr(self._model, name, value)
 

@@ -59,11 +59,12 @@ class _Summaries:
 
     @contextmanager
     def record_if(self, condition: Callable[[], bool]) -> Iterator[None]:
-        self._conditions.append(condition)
+        depth = len(self._conditions)
         try:
+            self._conditions.append(condition)
             yield
         finally:
-            self._conditions.pop()
+            del self._conditions[depth:]
 
     def scalar(self, name: str, data: Any, step: Any) -> None:
         self._write("add_scalar", name, float(data), step)
@@ -92,11 +93,12 @@ class _Writer:
 
     @contextmanager
     def as_default(self, _step: Any = None) -> Iterator[None]:
-        self._writers.append(self._writer)
+        depth = len(self._writers)
         try:
+            self._writers.append(self._writer)
             yield
         finally:
-            self._writers.pop()
+            del self._writers[depth:]
 
     def flush(self) -> None:
         self._writer.flush()

@@ -20,13 +20,13 @@ __all__ = [
     "executing",
     "execution",
     "in_lasting_scope",
-    "in_default_run",
     "in_replica",
     "innermost",
     "mixing",
     "require_all_replicas",
     "require_cross_replica",
     "enter_lasting_scope",
+    "this_thread",
 ]
 
 
@@ -46,6 +46,15 @@ class Execution(NamedTuple):
 
 
 class _ThreadContext(threading.local):
+    """The state of one thread.
+
+    Attributes:
+        execution: See `execution`.
+        stack: See `entries`.
+        lasting_scope: The strategy of the lasting scope, and the scope.
+        in_default_run: Whether the thread is in a function that the default strategy's `run` called.
+    """
+
     def __init__(self) -> None:
         self.execution: Execution | None = None
         self.stack: list[tuple[Any, ReplicaContext | None]] = []
@@ -53,7 +62,7 @@ class _ThreadContext(threading.local):
         self.in_default_run = False
 
 
-_here = _ThreadContext()
+this_thread = _ThreadContext()
 
 _CURES = {
     "run": "call the function directly: it runs on every replica already",
@@ -70,12 +79,12 @@ _CURES = {
 
 def entries() -> list[tuple[Any, ReplicaContext | None]]:
     """Return this thread's stack of (strategy, replica context or None for cross-replica). The last one is in force."""
-    return _here.stack
+    return this_thread.stack
 
 
 def innermost() -> tuple[Any, ReplicaContext | None] | None:
     """Return the entry in force on this thread, or None outside all scopes."""
-    stack = _here.stack
+    stack = this_thread.stack
     return stack[-1] if stack else None
 
 
@@ -88,52 +97,52 @@ def enter_lasting_scope(strategy: Any, error: BaseException | None = None) -> No
         strategy: The strategy. None: only leave the previous scope.
         error: The error with which the previous scope ends, if any.
     """
-    lasting_scope, _here.lasting_scope = _here.lasting_scope, None
+    lasting_scope, this_thread.lasting_scope = this_thread.lasting_scope, None
     if lasting_scope is not None:
         lasting_scope[1].__exit__(type(error) if error is not None else None, error, None)
     if strategy is not None:
         scope = strategy.scope()
         scope.__enter__()
-        _here.lasting_scope = strategy, scope
+        this_thread.lasting_scope = strategy, scope
 
 
 def in_lasting_scope() -> bool:
     """Return whether only a lasting scope is in force."""
-    return _here.lasting_scope is not None and len(_here.stack) == 1
+    return this_thread.lasting_scope is not None and len(this_thread.stack) == 1
 
 
 def in_replica() -> bool:
     """Return whether this thread is in a function that `run` called."""
-    stack = _here.stack
+    stack = this_thread.stack
     return bool(stack) and stack[-1][1] is not None
 
 
 def execution() -> Execution | None:
     """Return the mode in which this thread runs a library's loop, or None outside such a loop."""
-    return _here.execution
+    return this_thread.execution
 
 
-def execute(how: Execution | None) -> Execution | None:
-    """Set the mode in which this thread runs a library's loop from now on. Return the previous mode."""
-    before, _here.execution = _here.execution, how
-    return before
+def execute(how: Execution | None) -> None:
+    """Set the mode in which this thread runs a library's loop from now on."""
+    this_thread.execution = how
 
 
 @contextmanager
 def executing(how: Execution) -> Iterator[None]:
     """Return a context in which this thread runs a library's loop, or a part of it, in a mode."""
-    before = execute(how)
+    before = this_thread.execution
     try:
+        this_thread.execution = how
         yield
     finally:
-        execute(before)
+        this_thread.execution = before
 
 
 def require_cross_replica(strategy: Any, method: str) -> None:
     """Raise a ContextError for a call that is not possible in a replica context, or that mixes strategies."""
-    stack = _here.stack
+    stack = this_thread.stack
     owner, replica = stack[-1] if stack else (strategy, None)
-    in_default_run = not stack and _here.in_default_run and strategy.is_default
+    in_default_run = not stack and this_thread.in_default_run and strategy.is_default
     if replica is not None or (in_default_run and method in ("run", "reduce", "gather", "scope")):
         raise ContextError(
             f"strategy.{method} was called in a replica context, inside a function that strategy.run called. "
@@ -141,11 +150,6 @@ def require_cross_replica(strategy: Any, method: str) -> None:
         )
     if owner is not strategy:
         raise mixing(owner, strategy)
-
-
-def in_default_run(inside: bool) -> None:
-    """Set whether this thread is in a function that the default strategy's `run` called."""
-    _here.in_default_run = inside
 
 
 def mixing(outer: Any, inner: Any) -> ContextError:
@@ -158,7 +162,7 @@ def mixing(outer: Any, inner: Any) -> ContextError:
 
 def require_all_replicas() -> None:
     """Raise ContextError if this replica runs code that the others do not run, such as a callback of Keras's."""
-    if _here.execution is not None and _here.execution.kind == "single":
+    if this_thread.execution is not None and this_thread.execution.kind == "single":
         raise ContextError(
             "A callback on replica 0 uses the weights of a sharded model after a batch, when the other replicas do not "
             "take part. Use them in on_epoch_end, or in another method that is called for epochs or for the whole "
@@ -169,9 +173,10 @@ def require_all_replicas() -> None:
 @contextmanager
 def enter_cross_replica(strategy: Any) -> Iterator[Any]:
     """Return a context that is a cross-replica context of this strategy."""
-    stack = _here.stack
-    stack.append((strategy, None))
+    stack = this_thread.stack
+    depth = len(stack)
     try:
+        stack.append((strategy, None))
         yield strategy
     finally:
-        stack.pop()
+        del stack[depth:]

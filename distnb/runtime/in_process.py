@@ -66,9 +66,11 @@ class InProcess:
         assert device is not None
         args = [select(arg, 0, 1, note) for arg in args]
         kwargs = {name: select(arg, 0, 1, note) for name, arg in kwargs.items()} if kwargs else {}
+        replica = ReplicaContext(self._strategy, 0, 1, None, note.batch_size, note.slice_size)
         stack = contexts.entries()
-        stack.append((self._strategy, ReplicaContext(self._strategy, 0, 1, None, note.batch_size, note.slice_size)))
+        depth = len(stack)
         try:
+            stack.append((self._strategy, replica))
             with step_count.calling:
                 check_available(device)
                 with placed_on(device):
@@ -77,7 +79,7 @@ class InProcess:
             check_fits(error, fn, args, kwargs)
             raise
         finally:
-            stack.pop()
+            del stack[depth:]
         step_count.examples += note.slice_size or 0
         return result
 

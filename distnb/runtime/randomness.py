@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.accelerators import generator
+from distnb.frames import spared
 from distnb.objects.rng_state import RngState, content_of
 from distnb.runtime.reduction.gathering import broadcast_bytes
 
@@ -39,7 +40,11 @@ __all__ = ["Streams", "captured", "restore", "share", "streams"]
 
 
 class Streams:
-    """The default generators of torch for the CPU and this replica's device, which are switched together."""
+    """The default generators of torch for the CPU and this replica's device, which are switched together.
+
+    Attributes:
+        depth: The depth of nested runs: `run` may be called in `merge_call` in `run`.
+    """
 
     def __init__(self) -> None:
         self.generators: list[Any] = [torch.default_generator]
@@ -49,7 +54,7 @@ class Streams:
         self._other: list[torch.Tensor] = []  # the states of the stream that is not in use
         self._is_own = False
         self._before = self._replica_id, self._shared_bytes, self._other  # the latest `run`
-        self._runs = 0  # the depth of nested runs: `run` may be called in `merge_call` in `run`
+        self.depth = 0
 
     def use_device(self, device: Device) -> None:
         """Include this device's generator in the switches, if it has one."""
@@ -57,35 +62,37 @@ class Streams:
             self._devices.add(device)
             self.generators.append(found)
 
+    @spared
     def enter(self, replica_id: int) -> None:
         """Switch from the shared stream to the replica's own."""
-        self._runs += 1
-        if self._runs > 1:
-            self._swap()
+        self.depth += 1
+        if self.depth > 1:
+            self._use(own=True)
             return
         self._before = self._replica_id, self._shared_bytes, self._other
         shared = self.read()
         found = _bytes(shared)
+        own, self._other, self._is_own = self._other, shared, True
         if found == self._shared_bytes and replica_id == self._replica_id:
-            self.write(self._other)
+            self.write(own)
         else:
             self._replica_id = replica_id
             for each in self.generators:
                 each.manual_seed(_fold(found, replica_id))
             shared[0][_MARKED] = _MARK
             self._shared_bytes = _bytes(shared)
-        self._other, self._is_own = shared, True
 
-    def leave(self) -> None:
-        """Switch back to the stream that was in use before `enter`."""
-        self._runs -= 1
-        self._swap()
+    @spared
+    def leave(self, depth: int = 0) -> None:
+        """Switch back to the stream that was in use before the `enter` that was called at this `depth`, if it was."""
+        if self.depth > depth:
+            self.depth = depth
+            self._use(own=False)
 
     def reset(self) -> None:
         """Switch to the shared stream, because the previous program may have ended in a `run`."""
-        if self._is_own:
-            self._swap()
-        self._runs = 0
+        self._use(own=False)
+        self.depth = 0
 
     def undo_run(self) -> None:
         """Continue the replica's own stream as if the latest `run`, which was ended, had not begun."""
@@ -97,16 +104,19 @@ class Streams:
         if not self._is_own:
             yield
             return
-        self._swap()
         try:
+            self._use(own=False)
             yield
         finally:
-            self._swap()
+            self._use(own=True)
 
-    def _swap(self) -> None:
-        here = self.read()
-        self.write(self._other)
-        self._other, self._is_own = here, not self._is_own
+    @spared
+    def _use(self, *, own: bool) -> None:
+        """Switch to the replica's own stream, or to the shared one, unless it is in use."""
+        if own is not self._is_own:
+            here = self.read()
+            self.write(self._other)
+            self._other, self._is_own = here, own
 
     def read(self) -> list[torch.Tensor]:
         """Return the generators' states."""

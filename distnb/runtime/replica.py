@@ -93,10 +93,15 @@ class Spmd:
         self.registration = self._make_registration()
         self.home = ReplicaHome(self.registration, self._aggregation)
         self._unmanaged = UnmanagedCheck(strategy, self.owns)
-        self._open_scopes = 0
+        self._in_scope = False
         self._unbind_names: Callable[[], None] = lambda: None
         self._generation: int | None = None
         self._steps_reported = False
+
+    def begin_program(self) -> None:
+        """Close what an earlier program left open: an interrupt can arrive as a context begins to exit."""
+        self._in_scope = False
+        self._sync.begin_program()
 
     def _make_registration(self) -> Registration:
         return Registration(self._strategy, self._sync, lambda: self._process.group, self._shared)
@@ -157,14 +162,14 @@ class Spmd:
         New tensors in it are on the replica's device.
         """
         with contexts.enter_cross_replica(self._strategy), placed_on(self._process.device):
-            if self._open_scopes:
+            if self._in_scope:
                 yield self._strategy
                 return
             foreign_libraries.prepare()
             calls = self._process.group.begin_call()
-            self._open_scopes += 1
-            self._unbind_names = this_process.note_names()
             try:
+                self._in_scope = True
+                self._unbind_names = this_process.note_names()
                 self._resynchronise("strategy.scope")
                 self.take_made()
                 self._sync.listen()
@@ -180,8 +185,8 @@ class Spmd:
                 calls.fail("strategy.scope", error)
                 raise
             finally:
+                self._in_scope = False
                 calls.leave()
-                self._open_scopes -= 1
 
     def take_made(self) -> None:
         """Register the objects that scopes have made so far, on all replicas, before a call that may use them."""
@@ -189,7 +194,7 @@ class Spmd:
             return
         if self.registration.take_made() and self._shared is not None:
             self._shared.synchronise()
-        if self._open_scopes:
+        if self._in_scope:
             self._unbind_names = this_process.note_names()
 
     def before_optimizer(self) -> None:
@@ -247,6 +252,7 @@ class Spmd:
     def _run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run
         process, note, stack = self._process, BatchNote(), contexts.entries()
+        depth, inside = len(stack), streams.depth
         rank, size = process.rank, process.team.size
         own_args = [select(arg, rank, size, note) for arg in args]
         own_kwargs = {name: select(arg, rank, size, note) for name, arg in kwargs.items()} if kwargs else {}
@@ -258,10 +264,10 @@ class Spmd:
             self._sync.weight(note.slice_size, note.batch_size)
         failed = True
         with step_count.calling:
-            stack.append((self._strategy, replica))
-            if size > 1:
-                streams.enter(rank)
             try:
+                stack.append((self._strategy, replica))
+                if size > 1:
+                    streams.enter(rank)
                 with placed_on(process.device):
                     result = fn(*own_args, **own_kwargs)
                 failed = False
@@ -271,9 +277,8 @@ class Spmd:
                 note.explain(error, rank, size)
                 raise
             finally:
-                if size > 1:
-                    streams.leave()
-                stack.pop()
+                del stack[depth:]
+                streams.leave(inside)
                 self._function_ended(failed=failed)
         step_count.examples += note.slice_size or 0
         if size > 1 and CHANGES.count != changes:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distnb.accelerators import use
+from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.group.eager import always_eager
 from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
@@ -20,7 +21,7 @@ from distnb.runtime.consistency import loader_batches
 from distnb.runtime.consistency.agreement import Agreement
 from distnb.runtime.randomness import streams
 from distnb.runtime.replica import Spmd
-from distnb.runtime.scopes import foreign_libraries, sync_batch_norm
+from distnb.runtime.scopes import foreign_libraries, made_objects, sync_batch_norm
 from distnb.runtime.scopes.made_objects import CHANGES
 from distnb.runtime.scopes.registration import ParameterKey
 from distnb.runtime.this_process import this_process
@@ -84,6 +85,13 @@ class SpmdProcess:
         """Return whether a strategy runs on the team's replicas, and not on this process alone."""
         return strategy in self._runtimes
 
+    def begin_program(self) -> None:
+        """Close what the program before left open: no context lasts longer than a program."""
+        BACKWARD_PASSES.begin_program()
+        made_objects.begin_program()
+        for each in self._runtimes.values():
+            each.begin_program()
+
     def changed_by_hand(self) -> dict[str, int]:
         """Return digests, by name, of the mirrored parameters that may differ between replicas since the last call."""
         return {name: number for each in self._runtimes.values() for name, number in each.changed_by_hand().items()}
@@ -138,6 +146,7 @@ def enter(team: Team, rank: int, device: Device, group: Group, *, nothing_new: b
     if process.team is not team:
         process.team, process.workers = team, _numbered(team.hosts or ("",) * team.size)
     process.rank, process.device, process.group = rank, device, group
+    process.begin_program()
     process.agreement.forget()
     CHANGES.count += not nothing_new
     streams.reset()

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from distnb import activity
+from distnb.frames import spared
 from distnb.input.progress import Progress
 
 __all__ = [
@@ -65,6 +66,7 @@ class _Calling:
         _calls += 1
         _call, _stepped = _calls, False
 
+    @spared
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

@@ -58,12 +58,12 @@ class DefaultStrategy(Strategy):
         __tracebackhide__ = True  # see Strategy.run
         check_call(fn, args, kwargs, options)
         contexts.require_cross_replica(self, "run")
-        contexts.in_default_run(True)
         try:
+            contexts.this_thread.in_default_run = True
             with step_count.calling:
                 return fn(*args, **kwargs) if kwargs else fn(*args)
         except TypeError as error:
             check_fits(error, fn, args, kwargs or {})
             raise
         finally:
-            contexts.in_default_run(False)
+            contexts.this_thread.in_default_run = False

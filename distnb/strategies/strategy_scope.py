@@ -32,10 +32,13 @@ class StrategyScope(ContextDecorator):
 
     def __enter__(self) -> Any:
         contexts.require_cross_replica(self.strategy, "scope")
-        scope = self.strategy.runtime.scope()
-        entered = scope.__enter__()
-        self._entered.append(scope)
-        return entered
+        scope, depth = self.strategy.runtime.scope(), len(self._entered)
+        try:
+            self._entered.append(scope)
+            return scope.__enter__()
+        except BaseException:
+            del self._entered[depth:]
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -191,3 +191,41 @@ def test_objects_made_outside_a_scope_are_refused_at_any_time() -> None:
         for name, text in found.values():
             assert name == "ContextError"
             assert "were not made in strategy.scope()" in text
+
+
+def test_an_interrupt_in_a_context_leaves_nothing_behind() -> None:
+    program = """
+    import torch
+    from tests.interruptions import interrupted_everywhere
+
+    with strategy.scope():
+        first = torch.nn.Linear(2, 1, bias=False)
+
+    def step(model):
+        model.zero_grad()
+        model(x).sum().backward()
+        return model.weight.grad.sum()
+
+    def contexts():
+        with strategy.scope():
+            pass
+        with strategy.no_sync():
+            pass
+        strategy.run(one)
+
+    def one():
+        return torch.ones(1)
+
+    strategy.run(one)  # the first call communicates, since it compares the structures that the replicas return
+    for place in interrupted_everywhere(contexts):  # at the same place on both replicas
+        with strategy.scope():
+            model = torch.nn.Linear(2, 1, bias=False)
+        for each in (first, model):
+            total, = strategy.local_results(strategy.run(step, args=(each,)))
+            if total != 4:
+                result[place] = float(total)
+    result["places"] = place
+    """
+    for found in ranks(program):
+        assert found.pop("places") > 100
+        assert found == {}

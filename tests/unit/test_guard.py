@@ -27,7 +27,7 @@ BEGUN = threading.Event()
 @pytest.fixture
 def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
     """Return a guard with more patience for protected code, for busy machines."""
-    monkeypatch.setattr(guarding, "_SPARED_S", dict.fromkeys(guarding._SPARED_S, 60.0))
+    monkeypatch.setattr(guarding, "SPARED_S", dict.fromkeys(guarding.SPARED_S, 60.0))
     return Guard()
 
 
@@ -295,7 +295,7 @@ def test_a_condition_is_not_left_locked(guard: Guard, pressing: Callable[..., No
 def test_a_program_waiting_for_a_lock_is_ended(
     guard: Guard, pressing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(guarding._SPARED_S, threading.Condition.__enter__.__code__, 0.1)
+    monkeypatch.setitem(guarding.SPARED_S, threading.Condition.__enter__.__code__, 0.1)
     lock = threading.Lock()
     lock.acquire()
 

@@ -1,4 +1,4 @@
-"""Ctrl-C in the notebook during a program: at any moment, and never lost."""
+"""Ctrl-C during a program: at any moment, never lost, and without lasting effects."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
+import distnb
+from distnb.collectives.gradients.backward_passes import BackwardPasses
+from distnb.collectives.gradients.gradient_sync import GradientSync
+from distnb.collectives.gradients.mean_loss import are_losses_global, losses_are_global
+from distnb.compat import torch_internals
+from distnb.runtime import contexts
 from distnb.runtime.interrupts import Interrupts
+from distnb.runtime.randomness import Streams
+from distnb.runtime.scopes.made_objects import MadeObjects
+from tests.interruptions import interrupted_everywhere
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +135,116 @@ def test_a_second_interrupt_ends_a_long_hold(interrupts: Interrupts) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert interrupts.take()
+
+
+class Listener:
+    """A listener of backward passes that counts them."""
+
+    aggregates = True
+
+    def __init__(self) -> None:
+        self.began = self.ended = 0
+
+    def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
+        self.began += 1
+
+    def end(self) -> None:
+        self.ended += 1
+
+    def failed(self) -> None: ...
+
+
+# Python drops an interrupt that arrives as a generator is freed.
+destructors_may_be_interrupted = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@destructors_may_be_interrupted
+def test_a_backward_pass_that_was_interrupted_does_not_last() -> None:
+    passes, listener, weight = BackwardPasses(), Listener(), torch.ones(2, requires_grad=True)
+    plain = torch_internals.backward_function()
+    passes.listen(listener)
+    try:
+        for place in interrupted_everywhere(lambda: weight.sum().backward()):
+            listener.began = listener.ended = 0
+            weight.sum().backward()
+            assert (listener.began, listener.ended) == (1, 1), place
+        assert place > 5
+    finally:
+        passes.stop_listening(listener)
+    assert torch_internals.backward_function() == plain
+    assert not passes.nesting_seen
+
+
+def use_sync(sync: GradientSync) -> None:
+    with sync.no_sync():
+        assert not sync.is_synced
+
+
+def use_losses() -> None:
+    with losses_are_global(lambda roots: None):
+        assert are_losses_global()
+
+
+def use_strategies() -> None:
+    for strategy in (distnb.get_strategy(), distnb.OneDeviceStrategy("cpu:0")):
+        with strategy.scope():
+            assert strategy.run(lambda value: value, args=(1,)) == 1
+
+
+def use_execution() -> None:
+    with contexts.executing(contexts.Execution(None, "single")):
+        assert contexts.execution() is not None
+
+
+@destructors_may_be_interrupted
+def test_no_context_outlasts_an_interrupt() -> None:
+    sync: Any = GradientSync(lambda: None)  # type: ignore[arg-type, return-value]
+    for place in interrupted_everywhere(lambda: use_sync(sync)):
+        assert sync.is_synced, place
+    for place in interrupted_everywhere(use_losses):
+        assert not are_losses_global(), place
+    for place in interrupted_everywhere(use_strategies):
+        assert not distnb.has_strategy(), place
+        assert distnb.in_cross_replica_context() is False, place
+        use_strategies()
+    for place in interrupted_everywhere(use_execution):
+        assert contexts.execution() is None, place
+
+
+def test_parameters_are_noted_only_in_scopes_whatever_was_interrupted() -> None:
+    made = MadeObjects("strategy", lambda module: None, lambda *_: None)
+    plain = torch.nn.Module.__init__
+
+    def scope() -> None:
+        with contexts.enter_cross_replica("strategy"), made.noting():
+            torch.nn.Parameter(torch.ones(1))
+
+    for place in interrupted_everywhere(scope):
+        made.forget()
+        torch.nn.Parameter(torch.ones(1))
+        assert not made.pending, place
+        scope()
+        assert made.pending, place
+        assert torch.nn.Module.__init__ is plain, place
+
+
+def test_random_streams_are_left_whatever_was_interrupted() -> None:
+    streams = Streams()
+
+    def draw() -> None:
+        with contexts.enter_cross_replica("strategy"):
+            depth = streams.depth
+            try:
+                streams.enter(1)
+                with streams.shared():
+                    torch.rand(1)
+            finally:
+                streams.leave(depth)
+
+    torch.manual_seed(1)
+    wanted = torch.rand(2)
+    for place in interrupted_everywhere(draw):
+        torch.manual_seed(1)
+        draw()
+        torch.manual_seed(1)
+        assert torch.equal(torch.rand(2), wanted), place

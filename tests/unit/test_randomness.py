@@ -100,7 +100,7 @@ def test_the_shared_stream_can_be_borrowed() -> None:
         borrowed = torch.rand(1).item()
         streams.enter(1)  # run within merge_call
         nested = torch.rand(1).item()
-        streams.leave()
+        streams.leave(1)
         assert torch.rand(1).item() == expected[1]
     streams.leave()
     assert borrowed == expected[0]

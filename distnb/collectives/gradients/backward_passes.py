@@ -34,10 +34,10 @@ class PassListener(Protocol):
 
 
 class BackwardPasses:
-    """The replacement of autograd's entry point, and the count of running passes.
+    """The replacement of autograd's entry point, and the record of running passes.
 
     A pass nested in another one (reentrant checkpointing) may run on another thread than the outer one, so
-    the count belongs to the process and not to a thread. The last pass to end ends them all.
+    the record belongs to the process and not to a thread. The last pass to end ends them all.
 
     Attributes:
         nesting_seen: Whether a pass ever ran inside or alongside another. If so, a parameter may get gradients twice in
@@ -48,7 +48,8 @@ class BackwardPasses:
         self.nesting_seen = False
         self._listeners: list[PassListener] = []
         self._lock = threading.Lock()
-        self._running = 0
+        # No count: a pass that is interrupted before it is recorded would lower it.
+        self._running: set[object] = set()
         self._original: Any = None
 
     def listen(self, listener: PassListener) -> None:
@@ -72,17 +73,22 @@ class BackwardPasses:
         """Return whether a listener aggregates gradients over several replicas in this process now."""
         return any(listener.aggregates for listener in self._listeners)
 
+    def begin_program(self) -> None:
+        """Forget the passes of earlier programs."""
+        self._running.clear()
+
     @always_eager
     def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("accumulate_grad") or not self.any_aggregates():
             return self._original(outputs, *args, **kwargs)
-        with self._lock:
-            self._running += 1
-            outermost = self._running == 1
-            self.nesting_seen |= not outermost
+        this, last = object(), True
         listeners = tuple(self._listeners)
         try:
             try:
+                with self._lock:
+                    outermost = not self._running
+                    self._running.add(this)
+                    self.nesting_seen |= not outermost
                 if outermost:
                     create_graph = bool(args[2]) if len(args) > 2 else False
                     for listener in listeners:
@@ -90,8 +96,8 @@ class BackwardPasses:
                 result = self._original(outputs, *args, **kwargs)
             finally:
                 with self._lock:
-                    self._running -= 1
-                    last = self._running == 0
+                    self._running.discard(this)
+                    last = not self._running
             if last:
                 for listener in listeners:
                     listener.end()

@@ -107,7 +107,7 @@ class GradientSync:
         self._varying: list[_Entry] = []
         self._overlapped: dict[ParameterGroup, BucketPlan] = {}
         self._pass: _Pass | None = None
-        self._unsynced = 0
+        self._unsynced = False
         self._slice: tuple[int, int] | None = None
         self._generation: int | None = None
         self._made = 0
@@ -152,11 +152,16 @@ class GradientSync:
     def no_sync(self) -> Iterator[None]:
         """Return a context in which backward passes accumulate gradients locally. The next pass outside aggregates
         them."""
-        self._unsynced += 1
+        before = self._unsynced
         try:
+            self._unsynced = True
             yield
         finally:
-            self._unsynced -= 1
+            self._unsynced = before
+
+    def begin_program(self) -> None:
+        """Leave the contexts that an earlier program left open."""
+        self._unsynced = False
 
     def weight(self, n: int | None, total: int | None) -> None:
         """Set the sizes of this replica's slice of the current batch and of the whole batch. `run` calls this.

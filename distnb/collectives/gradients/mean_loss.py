@@ -38,11 +38,12 @@ def losses_are_global(check: _Check) -> Iterator[None]:
         check: A function of the roots of a backward pass that returns an error or None. It replaces the search for a
             mean.
     """
-    before = _global.set(check)
+    before = _global.get()
     try:
+        _global.set(check)
         yield
     finally:
-        _global.reset(before)
+        _global.set(before)
 
 
 def are_losses_global() -> bool:

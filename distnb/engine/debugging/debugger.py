@@ -15,7 +15,7 @@ from IPython.core.debugger import Pdb
 from distnb.compat import patches
 from distnb.engine import guard
 from distnb.engine.debugging.console import Console
-from distnb.frames import OWN
+from distnb.frames import OWN, spared
 
 __all__ = ["ReplicaPdb", "at_breakpoint", "post_mortem", "redirect", "stop_stepping"]
 
@@ -92,7 +92,7 @@ class ReplicaPdb(Pdb):
         if self.stoplineno == -1:  # it does not stop again by itself
             console.leave()
 
-    @guard.spared  # an order to end the program frees the waiting thread and sends a signal, which may arrive now
+    @spared  # an order to end the program frees the waiting thread and sends a signal, which may arrive now
     def _ended_by(self, error: BaseException, frame: FrameType | None) -> None:
         """Record the error that ends the program at the prompt, and the user's frames there."""
         console: Console = self.stdin  # type: ignore[assignment]

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from distnb.engine.guard import spared
 from distnb.engine.namespace.cell_sources import remember_source, remembered
 from distnb.engine.namespace.copied_objects import Origin, register_copied
 from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
 from distnb.engine.namespace.imported_modules import ModuleReloader
+from distnb.frames import spared
 from distnb.objects.code.definitions import is_code
 from distnb.objects.constructors import open_module
 from distnb.objects.modes.environment import (

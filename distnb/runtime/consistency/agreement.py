@@ -51,6 +51,7 @@ class Agreement:
 
     def forget(self) -> None:
         """Discard all agreements when a program begins, because an interrupt may have left them incomplete."""
+        self._is_left_to_caller = False
         self._seen.clear()
 
     def regroup(self, group: Group, fn: Callable[..., Any], result: Any, args: Any = ()) -> Any:

@@ -68,7 +68,6 @@ class MadeObjects:
         self.begin = begin
         self.grow = grow
         self._noted: dict[int, weakref.ref[Any]] = {}
-        self._open = 0
         _install_hooks()
 
     @property
@@ -79,15 +78,15 @@ class MadeObjects:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Return a context that notes objects made in it, in the strategy's cross-replica context."""
-        self._open += 1
-        _open[self.strategy] = self
+        is_outermost = self.strategy not in _open
         try:
-            with _WRAPPERS:
-                yield
+            _open[self.strategy] = self
+            _WRAPPERS.update()
+            yield
         finally:
-            self._open -= 1
-            if not self._open:
-                del _open[self.strategy]
+            if is_outermost:
+                _open.pop(self.strategy, None)
+                _WRAPPERS.update()
 
     def note(self, made: Any) -> None:
         """Note a module or a parameter, unless it is already noted."""
@@ -128,6 +127,13 @@ class MadeObjects:
 
     def _alive(self) -> list[Any]:
         return [made for reference in self._noted.values() if (made := reference()) is not None]
+
+
+def begin_program() -> None:
+    """Close the scopes that an earlier program left open."""
+    if _open:
+        _open.clear()
+        _WRAPPERS.update()
 
 
 def own_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -195,22 +201,17 @@ class _Wrappers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
-        self._plain: tuple[Any, Any, Any] = (None, None, None)
+        self._plain: tuple[Any, Any, Any] | None = None  # torch's methods, while the wrappers are installed
 
-    def __enter__(self) -> None:
+    def update(self) -> None:
+        """Install the wrappers if a scope is open, and remove them if none is."""
         with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._wrap()
+            if _open and self._plain is None:
+                self._install()
+            elif not _open and self._plain is not None:
+                self._set(self._plain, None)
 
-    def __exit__(self, *_exception: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._set(*self._plain)
-
-    def _wrap(self) -> None:
+    def _install(self) -> None:
         new: Any = torch.nn.Parameter.__dict__["__new__"]
         init: Any = torch.nn.Module.__init__
         set_state: Any = torch.nn.Module.__setstate__
@@ -232,14 +233,14 @@ class _Wrappers:
             if (here := _open_here()) is not None:
                 here.note(module)
 
-        self._plain = new, init, set_state
-        self._set(staticmethod(new_parameter), init_module, set_module_state)
+        self._set((staticmethod(new_parameter), init_module, set_module_state), (new, init, set_state))
 
-    @staticmethod
-    def _set(new: Any, init: Any, set_state: Any) -> None:
-        torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
-        torch.nn.Module.__init__ = init  # type: ignore[method-assign]
-        torch.nn.Module.__setstate__ = set_state  # type: ignore[method-assign]
+    def _set(self, methods: tuple[Any, Any, Any], plain: tuple[Any, Any, Any] | None) -> None:
+        # No interrupt can arrive between these assignments, because they call nothing.
+        self._plain = plain
+        torch.nn.Parameter.__new__ = methods[0]  # type: ignore[method-assign]
+        torch.nn.Module.__init__ = methods[1]  # type: ignore[method-assign]
+        torch.nn.Module.__setstate__ = methods[2]  # type: ignore[method-assign]
 
 
 _WRAPPERS = _Wrappers()

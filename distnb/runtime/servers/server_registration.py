@@ -218,9 +218,9 @@ def _tables_made_by(registration: ServerRegistration) -> Iterator[None]:
 
         return make
 
-    for cls in _TABLES:
-        cls.__init__ = wrapped(cls)  # type: ignore[method-assign]
     try:
+        for cls in _TABLES:
+            cls.__init__ = wrapped(cls)  # type: ignore[method-assign]
         yield
     finally:
         for cls, init in plain.items():
