@@ -66,9 +66,9 @@ settings = json.loads(os.environ["SETTINGS"])
 servers = Servers({0: Address(*settings["address"])}, settings["number"], Keys(*settings["keys"]))
 gradient = torch.full((settings["size"],), -1.0)
 for n in range(settings["count"]):
-    token = (settings["number"], 2 * n)
+    token = (settings["number"], (0, 0), n)
     servers.exchange({0: [WriteShard((0, 0), "assign_add", 1.0, token=token)]})
-    servers.exchange({0: [StepOptimizer(0, {(0, 0): gradient}, ({},), {}, (token[0], token[1] + 1))]})
+    servers.exchange({0: [StepOptimizer(0, {(0, 0): gradient}, ({},), {}, (settings["number"], 0, n))]})
 """
 
 
@@ -332,7 +332,7 @@ def test_a_waiting_request_can_be_interrupted_and_repeated(cluster: Cluster) -> 
                 thread = meanwhile(lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
                 with pytest.raises(KeyboardInterrupt):
                     servers.exchange(
-                        {0: [WriteShard(shard=W, method="assign_add", value=1.0, token=(1, 0)), Pull({W: -1})]}
+                        {0: [WriteShard(shard=W, method="assign_add", value=1.0, token=(1, W, 0)), Pull({W: -1})]}
                     )
                 thread.join()
         assert servers.exchange({0: [Describe()]})[0][0][0].updates == 1  # and no late answer is mistaken for it
@@ -375,7 +375,7 @@ def test_an_interrupt_at_any_moment_leaves_the_client_usable(service: tuple[Serv
         while not ran_through:
             moment += 1
             trace, interrupted = interrupting(files, moment)
-            change = WriteShard(shard=W, method="assign_add", value=torch.ones(100_000), token=(1, moment))
+            change = WriteShard(shard=W, method="assign_add", value=torch.ones(100_000), token=(1, W, moment))
             before = sys.gettrace()
             sys._getframe().f_trace_opcodes = True  # Python 3.12 reports opcodes only if one frame asks before settrace
             sys.settrace(trace)

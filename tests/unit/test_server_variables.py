@@ -18,6 +18,7 @@ from distnb.checkpoint.states import object_states as states
 from distnb.coordinator.packer import ClosurePacker
 from distnb.coordinator.pickling import open_value
 from distnb.engine.closure_runner import Runner
+from distnb.errors import ServerLost
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess
@@ -34,12 +35,15 @@ class InHouse:
         self.count = count
         self.stores = [ShardStore() for _ in range(count)]
         self.sent: list[tuple[int, Any]] = []
+        self.lost: set[int] = set()
         self._generations = [0] * count
         self._thread = ThreadPoolExecutor(1)  # in which no scope is open
 
     def exchange(self, requests: Mapping[int, Sequence[Any]], fence: Fence = NO_FENCE) -> dict[int, tuple[Any, ...]]:
         found = {}
         for server, operations in requests.items():
+            if server in self.lost:
+                raise ServerLost(f"Parameter server {server} has ended.")
             self.sent += [(server, each) for each in operations]
             request = pickle.loads(pickle.dumps(ServerRequest(1, fence, tuple(operations))))
             answer = self._thread.submit(self.stores[server].handle, request).result()
@@ -55,6 +59,7 @@ class InHouse:
         """Replace this server by an empty one."""
         self._generations[server] += 1
         self.stores[server] = ShardStore(first_version=100 * self._generations[server])
+        self.lost.discard(server)
 
 
 class Worker:
@@ -67,7 +72,7 @@ class Worker:
 
     def run(self, packer: ClosurePacker, number: int, function: Any, *args: Any, **kwargs: Any) -> Any:
         closure = packer.pack(function, args, kwargs)
-        definitions = tuple((each, packer.definition(each)) for each in closure.needs if each not in self.known)
+        definitions = tuple(each for each in closure.needs.items() if each[0] not in self.known)
         forget = tuple(each for each in self.known if not packer.knows(each))
         self.known.update(closure.needs)
         self.known.difference_update(forget)
@@ -85,6 +90,7 @@ class Worker:
         servers_here.access = self.access
         roles._runtimes.clear()
         try:
+            self.runner.receive(message)
             result = self.runner.run(message, self.access.take_fresh())
         finally:
             servers_here.access = before[0]
@@ -302,6 +308,42 @@ def test_a_repeated_closure_changes_nothing_twice(strategy: Any, servers: InHous
     assert strategy.runtime.access.read(strategy.runtime.access.stored_of(weight)).tolist() == [-1, -1]
 
 
+def test_a_closure_that_runs_again_elsewhere_changes_each_buffer_once(servers: InHouse) -> None:
+    strategy = distnb.ParameterServerStrategy()
+    with strategy.scope():
+        models = [nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2, affine=False)]
+    packer, workers = packer_of(strategy), [Worker(servers, 0), Worker(servers, 1)]
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    for number, (worker, order) in enumerate([(0, (0, 1)), (1, (1, 0))]):  # they meet the models in different orders
+        for place in order:
+            model = models[place].eval()
+            workers[worker].run(packer, 10 + 2 * number + place, lambda model=model: model(x) is None)
+
+    def closure() -> None:
+        for model in models:
+            model(x)
+
+    for model in models:
+        model.train()
+    plain = nn.BatchNorm1d(2, affine=False)
+    plain(x)
+    exchange = servers.exchange
+
+    def dies(requests: Any, fence: Fence = NO_FENCE) -> Any:
+        if any(type(each).__name__ == "WriteShard" for operations in requests.values() for each in operations):
+            servers.lost.add(2)  # not lost: the worker dies before it sends the last message
+        return exchange(requests, fence)
+
+    workers[0].access.servers = SimpleNamespace(exchange=dies)  # type: ignore[assignment]
+    with pytest.raises(ServerLost):
+        workers[0].run(packer, 20, closure)
+    servers.lost.clear()
+    workers[1].run(packer, 20, closure)
+    for model in models:
+        for name, value in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+
+
 def test_changes_on_the_coordinator_reach_the_workers(strategy: Any, servers: InHouse) -> None:
     with strategy.scope():
         model = nn.Linear(2, 1)
@@ -356,6 +398,21 @@ def test_memory_of_deleted_variables_is_freed(strategy: Any, servers: InHouse) -
     strategy.runtime.access.send_changes()
     assert held() == 1
     assert float(kept) == 1
+
+
+def test_the_loss_of_a_server_does_not_keep_memory_on_the_others(servers: InHouse) -> None:
+    strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(3))
+    with strategy.scope():
+        table = distnb.Variable(torch.zeros(6, 2))
+        kept = distnb.Variable(1.0, name="kept")
+    access = strategy.runtime.access
+    servers.lost.add(0)
+    del table
+    gc.collect()
+    access.free_unowned()
+    servers.replace(0)
+    access.recreate(0)
+    assert [each.name for each in access.placement()] == [kept.name]
 
 
 def test_a_new_server_gets_the_coordinators_variables(strategy: Any, servers: InHouse) -> None:

@@ -184,7 +184,7 @@ def test_an_invalid_change_has_no_effect_and_leaves_its_token(
     given = answer(
         store,
         WriteShard(shard=W, method="assign", value=5.0),
-        asked._replace(token=(3, 0)),
+        asked._replace(token=(3, W, 0)),
         WriteShard(shard=W, method="assign", value=6.0),
     )
     assert given.results == (FIRST + 1,)
@@ -192,7 +192,7 @@ def test_an_invalid_change_has_no_effect_and_leaves_its_token(
         raise given.error or AssertionError
     assert torch.equal(value(store, W), torch.full((3, 2), 5.0))
     assert (
-        ask(store, WriteShard(shard=W, method="assign_add", value=1.0, token=(3, 0))) == FIRST + 2
+        ask(store, WriteShard(shard=W, method="assign_add", value=1.0, token=(3, W, 0))) == FIRST + 2
     )  # the token was not used
 
 
@@ -206,8 +206,8 @@ def test_a_repeated_change_is_acknowledged_and_not_applied_again(store: ShardSto
         MakeOptimizer(optimizer=0, factory=packed(torch.optim.SGD, lr=1.0), groups=((W,),)),
     )
     add, step = (
-        WriteShard(shard=W, method="assign_add", value=1.0, token=(5, 0)),
-        StepOptimizer(optimizer=0, gradients={W: -torch.ones(1)}, options=({},), seen={}, token=(5, 1)),
+        WriteShard(shard=W, method="assign_add", value=1.0, token=(5, W, 0)),
+        StepOptimizer(optimizer=0, gradients={W: -torch.ones(1)}, options=({},), seen={}, token=(5, 0, 1)),
     )
     for _ in range(2):
         assert ask(store, add) == FIRST + 1
@@ -217,12 +217,12 @@ def test_a_repeated_change_is_acknowledged_and_not_applied_again(store: ShardSto
     assert ask(store, GetOptimizer(0))["steps"] == 1
     assert value(store, W) == 2
     # A part of a closure's changes was made, in any order, when its worker died.
-    ask(store, add._replace(token=(5, 3)))
+    ask(store, add._replace(token=(5, W, 3)))
     for change in range(5):
-        ask(store, add._replace(token=(5, change)))
-    ask(store, add._replace(token=(6, 0)))
+        ask(store, add._replace(token=(5, W, change)))
+    ask(store, add._replace(token=(6, W, 0)))
     ask(store, add._replace(token=None))
-    assert value(store, W) == 7
+    assert value(store, W) == 8
 
 
 def test_a_late_change_of_an_ended_closure_is_refused(store: ShardStore) -> None:
@@ -231,26 +231,26 @@ def test_a_late_change_of_an_ended_closure_is_refused(store: ShardStore) -> None
         Create(shard=W, name="w", value=torch.zeros(1)),
         MakeOptimizer(optimizer=0, factory=packed(torch.optim.SGD, lr=1.0), groups=((W,),)),
     )
-    add = WriteShard(shard=W, method="assign_add", value=1.0, token=(5, 0))
-    ask(store, add, add._replace(token=(7, 0)), add._replace(token=(8, 0)))
+    add = WriteShard(shard=W, method="assign_add", value=1.0, token=(5, W, 0))
+    ask(store, add, add._replace(token=(7, W, 0)), add._replace(token=(8, W, 0)))
     ask(store, Describe(), fence=Fence(6, (8,)))
-    assert store._applied == {7: {0}}, "only necessary tokens are kept"
+    assert store._applied == {7: {(7, W, 0)}}, "only necessary tokens are kept"
     ask(store, Describe(), fence=Fence(2))  # for a client with less knowledge
-    ask(store, add._replace(token=(7, 0)))
+    ask(store, add._replace(token=(7, W, 0)))
     late = [
         add,
-        add._replace(token=(5, 1)),
-        add._replace(token=(8, 1)),
-        StepOptimizer(optimizer=0, gradients={W: torch.ones(1)}, options=({},), seen={}, token=(8, 2)),
+        add._replace(token=(5, W, 1)),
+        add._replace(token=(8, W, 1)),
+        StepOptimizer(optimizer=0, gradients={W: torch.ones(1)}, options=({},), seen={}, token=(8, 0, 2)),
     ]
     for each in late:
         with pytest.raises(ClosureCancelled, match="refused a change of a function that has ended"):
             ask(store, each)
     assert value(store, W) == 3
-    ask(store, add._replace(token=(9, 0)), fence=Fence(9))
+    ask(store, add._replace(token=(9, W, 0)), fence=Fence(9))
     assert not store._astray
     with pytest.raises(ClosureCancelled):
-        ask(store, add._replace(token=(8, 3)))
+        ask(store, add._replace(token=(8, W, 3)))
     assert value(store, W) == 4
 
 
@@ -259,7 +259,7 @@ def test_a_value_is_written_if_nothing_has_changed_since_it_was_computed(store: 
     assert ask(store, WriteShard(shard=W, method="assign", value=5.0, seen=FIRST)) == FIRST + 1
     assert ask(store, WriteShard(shard=W, method="assign", value=7.0, seen=FIRST)) is None
     assert value(store, W).tolist() == [5, 5]
-    again = WriteShard(shard=W, method="assign", value=9.0, token=(1, 0), seen=FIRST)
+    again = WriteShard(shard=W, method="assign", value=9.0, token=(1, W, 0), seen=FIRST)
     assert ask(store, again) is None, "its token is not used"
     again = again._replace(seen=FIRST + 1)
     assert [ask(store, again), ask(store, again)] == [FIRST + 2, FIRST + 2], "the second time it is a repeated change"
@@ -360,11 +360,11 @@ def test_rows_become_dense_for_an_optimizer_without_sparse_support(store: ShardS
     )
     rows = RowsGradient(torch.tensor([5, 5]), gradient, sparse=True)
     with pytest.raises(RuntimeError, match="sparse gradients"):
-        ask(store, StepOptimizer(optimizer=0, gradients={TABLE: rows}, options=({},), seen={}, token=(1, 0)))
+        ask(store, StepOptimizer(optimizer=0, gradients={TABLE: rows}, options=({},), seen={}, token=(1, 0, 0)))
     assert ask(
         store,
         StepOptimizer(
-            optimizer=0, gradients={TABLE: rows._replace(sparse=False)}, options=({},), seen={}, token=(1, 0)
+            optimizer=0, gradients={TABLE: rows._replace(sparse=False)}, options=({},), seen={}, token=(1, 0, 0)
         ),
     ).applied
     assert torch.equal(value(store, TABLE), plain)
@@ -437,10 +437,10 @@ def test_a_step_that_does_not_fit_changes_nothing(
     ask(store, Create(shard=W, name="w", value=torch.ones(2)), Create(shard=B, name="b", value=torch.ones(2)))
     ask(store, MakeOptimizer(optimizer=0, factory=packed(torch.optim.SGD, lr=1.0), groups=((W,),)))
     with pytest.raises(error, match=match):
-        ask(store, step._replace(token=(1, 1)))
+        ask(store, step._replace(token=(1, 0, 1)))
     assert version(store, W) == FIRST
     assert ask(
-        store, StepOptimizer(optimizer=0, gradients={W: torch.ones(2)}, options=({},), seen={}, token=(1, 1))
+        store, StepOptimizer(optimizer=0, gradients={W: torch.ones(2)}, options=({},), seen={}, token=(1, 0, 1))
     ).applied
     assert torch.equal(value(store, W), torch.zeros(2))  # with the learning rate that it had
 
@@ -460,7 +460,7 @@ def test_a_partial_step_is_visible_and_its_token_unused(store: ShardStore) -> No
         ask(
             store,
             StepOptimizer(
-                optimizer=0, gradients={W: torch.ones(3), B: torch.ones(2)}, options=({},), seen={}, token=(1, 1)
+                optimizer=0, gradients={W: torch.ones(3), B: torch.ones(2)}, options=({},), seen={}, token=(1, 0, 1)
             ),
         )
     assert not store._was_applied((1, 1))

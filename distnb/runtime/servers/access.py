@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from distnb.errors import ProgramError
+from distnb.errors import ProgramError, ServerLost
 from distnb.objects.modes.environment import capture_early
 from distnb.objects.modules.local_modules import ModuleFile
 from distnb.runtime.servers.atomic_changes import change_in_place
@@ -57,14 +58,14 @@ class ClosureRun:
             values that were read. Only a comparison detects changes through `.data`, but it takes as long as reading
             the parameters, so later runs skip it.
         staleness: For each step, the number of updates that the worker's copies had missed.
-        changes: The number of changes that the closure has sent to the servers, counted for `ServerAccess.token`.
+        changes: The number of changes to each target that the closure has sent to the servers (see `Token`).
     """
 
     number: int
     fence: Fence
     is_new: bool = False
     staleness: list[int] = field(default_factory=list)
-    changes: int = 0
+    changes: Counter[Shard | int] = field(default_factory=Counter)
 
 
 def _creation(stored: Stored, shard: Shard, part: Part, value: torch.Tensor | None) -> Create:
@@ -124,6 +125,7 @@ class ServerAccess:
         self._fresh: tuple[frozenset[int], float] = frozenset(), 0.0
         self._row_versions: dict[Shard, int] = {}
         self._owners: dict[Stored, TensorWeakRef] = {}
+        self._unowned: dict[int, list[Shard]] = {}  # by server: the shards of gone owners, which it has not freed yet
         # By server and generation: the digests of the files of local modules that the server has.
         self._files_there: dict[tuple[int, int], Mapping[str, bytes]] = {}
         self._optimizers: dict[int, tuple[bytes, Sequence[Sequence[Stored]]]] = {}
@@ -165,16 +167,16 @@ class ServerAccess:
         self.exchanges += 1
         return self.servers.exchange(requests, self.fence() if self.closure is None else self.closure.fence)
 
-    def token(self) -> Token | None:
-        """Return the identity of the closure's next change, or None outside a closure.
+    def token(self, target: Shard | int) -> Token | None:
+        """Return the identity of the closure's next change to a shard, or step of an optimizer; None outside a closure.
 
-        A closure that is run again, because its worker was lost, issues the same tokens. The servers skip a change
-        whose token they have already applied.
+        A closure that is run again, because its worker was lost, issues the same tokens, whatever else the other worker
+        has and in whichever order. The servers skip a change whose token they have already applied.
         """
         if self.closure is None:
             return None
-        self.closure.changes += 1
-        return self.closure.number, self.closure.changes
+        self.closure.changes[target] += 1
+        return self.closure.number, target, self.closure.changes[target]
 
     def _each_part(self, stored: Stored, operation: Callable[[Shard, Any], Any]) -> list[Any]:
         """Run one operation on each part of a variable and return the results in the order of the parts."""
@@ -221,21 +223,22 @@ class ServerAccess:
 
     def _free_unowned(self) -> None:
         gone = [stored for stored, owner in self._owners.items() if owner() is None]
-        if not gone:
-            return
-        requests: dict[int, list[Any]] = {}
         for stored in gone:
             del self._owners[stored]
             self._copies.pop(stored.number, None)
             for shard, part in stored.shards():
-                requests.setdefault(part.server, []).append(Drop((shard,)))
-        left = self._owners.keys()
-        self._optimizers = {
-            number: (factory, groups)
-            for number, (factory, groups) in self._optimizers.items()
-            if all(stored in left for group in groups for stored in group)
-        }
-        self.exchange(requests)
+                self._unowned.setdefault(part.server, []).append(shard)
+        if gone:
+            left = self._owners.keys()
+            self._optimizers = {
+                number: (factory, groups)
+                for number, (factory, groups) in self._optimizers.items()
+                if all(stored in left for group in groups for stored in group)
+            }
+        for server, shards in tuple(self._unowned.items()):
+            with suppress(ServerLost):  # its memory is free, and each other server must still hear
+                self.exchange({server: [Drop(tuple(shards))]})
+            del self._unowned[server]
 
     def recreate(self, server: int) -> None:
         """Fill a new, empty server once, with the values that the coordinator knows or with zeros."""
@@ -281,7 +284,7 @@ class ServerAccess:
         self._each_part(
             stored,
             lambda shard, part: WriteShard(
-                shard=shard, method=method, value=stored.piece(value, part).contiguous(), token=self.token()
+                shard=shard, method=method, value=stored.piece(value, part).contiguous(), token=self.token(shard)
             ),
         )
         self._stale.add(stored.number)
@@ -321,7 +324,7 @@ class ServerAccess:
             if bool(inside.any()):
                 own, changes = (rows[inside] - part.first).cpu(), values[inside].detach().cpu().contiguous()
                 requests.setdefault(part.server, []).append(
-                    WriteShard(shard=shard, method=method, value=changes, rows=own, token=self.token())
+                    WriteShard(shard=shard, method=method, value=changes, rows=own, token=self.token(shard))
                 )
         self.exchange(requests)
         self._stale.add(stored.number)
@@ -358,7 +361,7 @@ class ServerAccess:
                 place = int(inside[0])
                 own = piece[part.first + place - first :][: len(inside)].cpu().contiguous()
                 requests.setdefault(part.server, []).append(
-                    WriteShard(shard=shard, method="assign_rows", value=own, rows=place, token=self.token())
+                    WriteShard(shard=shard, method="assign_rows", value=own, rows=place, token=self.token(shard))
                 )
             self.exchange(requests)
         self._stale.add(stored.number)
@@ -535,7 +538,7 @@ class ServerAccess:
             for shard, _, part, own, before in changes:
                 method = "assign" if own.dtype is torch.bool else "assign_add"
                 change = WriteShard(
-                    shard=shard, method=method, value=_sent(difference(own, before)), token=self.token()
+                    shard=shard, method=method, value=_sent(difference(own, before)), token=self.token(shard)
                 )
                 requests.setdefault(part.server, []).append(change)
             copy.note_sent({place: UNKNOWN for _, place, *_ in changes})
@@ -610,8 +613,9 @@ class ServerAccess:
         if not self.is_worker:
             self.send_changes(thorough=False)
         operations = self._additions() if self.is_worker else {}
+        tokens = {step.optimizer: self.token(step.optimizer) for step in requests.values()}
         for server, step in requests.items():
-            operations.setdefault(server, []).append(step._replace(token=self.token()))
+            operations.setdefault(server, []).append(step._replace(token=tokens[step.optimizer]))
         closure = self.closure
         copies = [self._copies[each] for each in self._variables if each in self._copies] if closure is not None else []
         pulls = _pulls(copies)

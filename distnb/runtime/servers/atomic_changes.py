@@ -125,11 +125,11 @@ def _pieces(access: ServerAccess, stored: Stored, rows: torch.Tensor | None) -> 
     if rows is None:
         whole = ((shard, part, None, part.last - part.first) for shard, part in stored.shards())
         return [
-            _Piece(server=part.server, shard=shard, rows=no, count=count, token=access.token())
+            _Piece(server=part.server, shard=shard, rows=no, count=count, token=access.token(shard))
             for shard, part, no, count in whole
         ]
     return [
-        _Piece(server=part.server, shard=shard, rows=inside, count=len(inside), token=access.token())
+        _Piece(server=part.server, shard=shard, rows=inside, count=len(inside), token=access.token(shard))
         for shard, part, inside in stored.shards_of_rows(rows)
     ]
 

@@ -50,10 +50,12 @@ __all__ = [
 Shard = tuple[int, int]
 """A shard's name: (the variable's number, the number of the part)."""
 
-Token = tuple[int, int]
-"""The identity of a closure's change: (the closure's number, the number of the change within the closure).
+Token = tuple[int, Shard | int, int]
+"""The identity of a closure's change: (the closure's number, the target, the number of the target's change).
 
-A server applies a change once, even if it receives several requests with the change's token.
+The target is a shard, or the number of an optimizer that takes a step. For example, `(7, (3, 0), 2)` is the second
+change that closure 7 makes to the shard `(3, 0)`. A server applies a change once, even if it receives several requests
+with the change's token.
 """
 
 

@@ -69,7 +69,7 @@ class ShardStore:
         self._optimizers: dict[int, ServerOptimizer] = {}
         self._oldest = 0  # all closures with a smaller number have ended
         self._astray: set[int] = set()  # the closures from `_oldest` on that have ended
-        self._applied: dict[int, set[int]] = {}  # by unfinished closure: the numbers of its changes that were applied
+        self._applied: dict[int, set[Token]] = {}  # by unfinished closure: its changes that were applied
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Create: self._create,
             Drop: self._drop,
@@ -129,11 +129,11 @@ class ShardStore:
                 "A parameter server refused a change of a function that has ended: it was cancelled, or another worker "
                 "has finished it."
             )
-        return token[1] in self._applied.get(token[0], ())
+        return token in self._applied.get(token[0], ())
 
     def _note_applied(self, token: Token | None) -> None:
         if token is not None:
-            self._applied.setdefault(token[0], set()).add(token[1])
+            self._applied.setdefault(token[0], set()).add(token)
 
     # -- shards ------------------------------------------------------------------------------------------------------
 
