@@ -102,7 +102,6 @@ class SimulatedWorker:
         self._access = ServerAccess(Connections(world, (index, process)), is_worker=True)  # type: ignore[arg-type]
         self._access.next_is_here = lambda: bool(self.inbox)
         self._runner = Runner(self._access, index)
-        self._definitions: tuple[Any, ...] = ()
         self._runtimes: dict[Any, Any] = {}
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._live, daemon=True)
@@ -163,13 +162,12 @@ class SimulatedWorker:
 
     def _run(self, message: RunClosure) -> None:
         self.program = message.program
-        self._definitions += message.definitions
+        self._runner.receive(message)
         fresh = self._access.take_fresh()
         try:
             if message.program in self.to_end | self.withdrawn:
                 raise _Aborted
-            result = self._runner.run(message._replace(definitions=self._definitions), fresh)
-            self._definitions = ()
+            result = self._runner.run(message, fresh)
             reply = Reply(program=message.program, status="ok", value=pickle.loads(pickle.dumps(result)))
         except _Aborted:
             reply = Reply(program=message.program, status="aborted")

@@ -43,7 +43,7 @@ from distnb.coordinator.remote_values import RemoteValue
 from distnb.coordinator.sent import Sent
 from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
 from distnb.coordinator.waiter import Waiter
-from distnb.errors import CheckpointError, ClosureCancelled, NoClusterError, OptionError, ServerLost
+from distnb.errors import CheckpointError, ClosureCancelled, NoClusterError, OptionError, RemoteError, ServerLost
 from distnb.runtime.interrupts import Interrupts
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.here import servers_here
@@ -192,11 +192,15 @@ class ClusterCoordinator:
         roles.coordinating(self.strategy).registration.take_made()
         packed = self._packer.pack(fn, tuple(args or ()), dict(kwargs or {}), at_rest=self._queue.idle)
         with self._held():
-            if self._full():
-                self._await(lambda: self._has_room() or self._must_raise)
+            while True:
+                if self._full():
+                    self._await(lambda: self._has_room() or self._must_raise)
+                with _lock:
+                    # An error that has arrived since the first check has cancelled all closures, and would not cancel
+                    # this one: its own error would be raised later, when the first error's cause may be mended.
+                    if not self._must_raise:
+                        return self._enter(fn, packed)
                 self._raise_error()
-            with _lock:
-                return self._enter(fn, packed)
 
     def _enter(self, fn: Callable[..., Any], packed: PackedClosure) -> RemoteValue:
         self._link.watch(self)
@@ -525,7 +529,13 @@ class ClusterCoordinator:
         with _lock:
             if event is not None and _logger.isEnabledFor(logging.DEBUG):
                 _logger.debug("received %s", type(event).__name__)
-            self._carry_out(self._after(event, now))
+            try:
+                self._carry_out(self._after(event, now))
+            except Exception as error:  # noqa: BLE001 - a defect of distnb, which must not leave closures waiting
+                _logger.exception("the event %s could not be handled", type(event).__name__)
+                self._errors.append(error)
+                self._why = f"an event could not be handled ({type(error).__name__}: {_line(str(error))})"
+                self._carry_out(self._queue.cancel(now))
             self._wake()
 
     def _after(self, event: Event | None, now: float) -> list[Order]:
@@ -624,7 +634,12 @@ class ClusterCoordinator:
         assert report is not None
         if not self._queue.ending:
             self._why = f"{name} failed on worker {worker} ({report.type_name}: {_line(report.text)})"
-        return self._link.error(report, worker, name)
+        try:
+            return self._link.error(report, worker, name)
+        except Exception as failed:  # noqa: BLE001 - the class of the exception is the user's
+            error = RemoteError(f"{report.type_name}: {report.text}")
+            error.add_note(f"The exception could not be shown: {type(failed).__name__}: {failed}")
+            return error
 
     def _forget_worker(self, worker: int) -> None:
         self._programs = {program: each for program, each in self._programs.items() if each[1] != worker}
@@ -643,9 +658,11 @@ class ClusterCoordinator:
     # -- carrying out orders -------------------------------------------------------------------------------------
 
     def _carry_out(self, orders: Sequence[Order]) -> None:
-        for order in orders:
+        pending = deque(orders)
+        while pending:
+            order = pending.popleft()
             if isinstance(order, Send):
-                self._send(order)
+                pending.extend(self._send(order))
             elif isinstance(order, Cancel):
                 value = self._forget(order.closure).value
                 text = f"{value.name} was cancelled before it had a result: {self._why}"
@@ -657,16 +674,28 @@ class ClusterCoordinator:
             elif isinstance(order, ReportNoWorker):
                 print(f"distnb: {self._no_worker_text()}", file=sys.stderr)
 
-    def _send(self, order: Send) -> None:
-        closure = self._closures[order.closure]
-        seed = functools.partial(self._seed_of, order.worker)
+    def _send(self, order: Send) -> list[Order]:
+        """Send a closure. If that fails, as when a local module's file cannot be read, the closure has failed.
+
+        Returns:
+            The orders that follow from a failure.
+        """
+        number, worker = order
+        closure, sent = self._closures[number], self._sent[worker]
+        seed = functools.partial(self._seed_of, worker)
         closure.program = program = self._link.number()
-        message = self._sent[order.worker].message(
-            program, order.closure, _fence(), closure.packed, self._packer, self._link, seed
-        )
+        try:
+            message = sent.message(program, number, _fence(), closure.packed, self._packer, self._link, seed)
+            self._link.send(worker, message)
+        except Exception as error:  # noqa: BLE001 - of the file system or the link
+            error.add_note(f"{closure.value.name} could not be sent to worker {worker}.")
+            self._sent[worker] = Sent(seeded=sent.seeded)  # what it has received is unknown
+            if not self._queue.ending:
+                self._why = f"{closure.value.name} could not be sent"
+            return self._failed(self._forget(number), worker, number, error, time.monotonic())
         closure.value.state = "running"
-        self._programs[program] = (order.closure, order.worker)
-        self._link.send(order.worker, message)
+        self._programs[program] = (number, worker)
+        return []
 
     def _seed_of(self, worker: int) -> int:
         """Return the seed of a worker. Each worker draws different numbers, all determined by the seed set here."""

@@ -56,7 +56,8 @@ class PackedClosure(NamedTuple):
 
     Attributes:
         data, buffers: The function, or its number; the arguments; and the settings of resources.
-        needs: The numbers of the resources that a worker must know.
+        needs: The definitions, by number, of the resources that a worker must know. They stay here while the closure is
+            queued, even if the packer has dropped them.
         inputs: Results of other closures among the arguments.
         holds: The objects of these resources, which must live as long as the closure.
         modes: This process's modes, of torch and others. Equal modes of successive closures are the same object.
@@ -64,7 +65,7 @@ class PackedClosure(NamedTuple):
 
     data: bytes
     buffers: tuple[Any, ...]
-    needs: tuple[int, ...]
+    needs: Mapping[int, PickledParts]
     inputs: tuple[RemoteValue, ...]
     holds: tuple[Any, ...]
     modes: Environment = _NO_MODES
@@ -138,13 +139,14 @@ class ClosurePacker:
             own = shown.buffers if isinstance(shown, PickledParts) else ()
             named = shown.data if isinstance(shown, PickledParts) else shown
             data = pickle.dumps((named, arguments.data, settings), protocol=5)
+            definitions = {number: self._known[number].packed for number in every if number in self._known}
             if this_process.importing is not None:
                 this_process.importing(self.imports)
         buffers = (*own, *arguments.buffers)
         return PackedClosure(
             data=data,
             buffers=buffers,
-            needs=tuple(every),
+            needs=definitions,
             inputs=tuple(inputs.values()),
             holds=tuple(every.values()),
             modes=self._modes_now(),
@@ -158,10 +160,6 @@ class ClosurePacker:
             modes = Environment({name: value for name, value in found.modes.items() if name not in RANDOM})
             self._modes = self._modes if modes == self._modes else modes
         return self._modes
-
-    def definition(self, number: int) -> PickledParts:
-        """Return the definition of a resource for a worker that lacks it."""
-        return self._known[number].packed
 
     def knows(self, number: int) -> bool:
         """Return whether a resource still exists."""

@@ -44,7 +44,7 @@ class Sent:
         """Return the message that runs a closure on the worker, with everything it lacks, and record that as sent."""
         definitions: tuple[tuple[int, Any], ...] = ()
         if not self.known.issuperset(packed.needs):
-            definitions = tuple((each, packer.definition(each)) for each in packed.needs if each not in self.known)
+            definitions = tuple(each for each in packed.needs.items() if each[0] not in self.known)
         forget: tuple[int, ...] = ()
         if self.forgotten != packer.forgotten:
             self.forgotten = packer.forgotten

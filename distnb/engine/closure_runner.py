@@ -47,13 +47,16 @@ class Runner:
         self._inputs: dict[int, Any] = {}
         self._run_before: set[Any] = set()  # the code objects of functions
 
-    def run(self, message: RunClosure, fresh: Collection[int] = ()) -> ClosureResult:
-        """Run a closure, and raise whatever it raises. Copies of variables in `fresh` are not read again."""
-        references.open_by(self)
+    def receive(self, message: RunClosure) -> None:
+        """Store the definitions that are sent only once, and drop others, even if the closure is not to run."""
         for number in message.forget:
             for each in (self._packed, self._resources, self._reaches):
                 each.pop(number, None)
         self._packed.update(message.definitions)
+
+    def run(self, message: RunClosure, fresh: Collection[int] = ()) -> ClosureResult:
+        """Run a received closure, and raise whatever it raises. Copies of variables in `fresh` are not read again."""
+        references.open_by(self)
         self._inputs = dict(message.inputs)
         self.reach = Reach(set(), set())
         shown, arguments, settings = pickle.loads(message.data)

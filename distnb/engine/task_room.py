@@ -169,7 +169,6 @@ class WorkerTask:
         servers_here.access = self.access = access
         self._runner = Runner(access, role.index)
         self.alone = _team_of_one(message.team, engine, device)
-        self._definitions: tuple[tuple[int, Any], ...] = ()  # received, but perhaps not given to the runner yet
         self._seed: int | None = None
         self._device = str(torch_device(device))
         self._modes = Environment()
@@ -193,7 +192,7 @@ class WorkerTask:
         received_modules.receive(message.module_files)
         for source in message.sources:
             remember_source(*source)
-        self._definitions += message.definitions
+        self._runner.receive(message)
         self._seed = message.seed if message.seed is not None else self._seed
         self._fresh = self.access.take_fresh()
         if message.modes is not None:
@@ -211,11 +210,7 @@ class WorkerTask:
             self._random.restore(streams.generators)
         self._random = None
         apply_environment(self._modes)
-        if not self._definitions:
-            return self._runner.run(message, self._fresh)
-        result = self._runner.run(message._replace(definitions=self._definitions), self._fresh)
-        self._definitions = ()  # not reached if the closure raised, because the runner may not have them yet
-        return result
+        return self._runner.run(message, self._fresh)
 
     def suspend(self) -> None:
         """Save the worker's random state before another program, which draws random numbers of its own."""

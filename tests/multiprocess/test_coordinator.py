@@ -402,6 +402,21 @@ def test_a_worker_stuck_in_c_code_is_given_up_and_rejoins(coordinator: ClusterCo
     wait_until(lambda: all(each.state != "stuck" for each in coordinator.status().workers), _WITHIN_S)
 
 
+def test_a_listener_that_raises_takes_no_event_from_the_coordinator(
+    coordinator: ClusterCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(event: Any) -> None:
+        raise AssertionError("a defect of another listener")
+
+    listeners = coordinator._link._listeners  # type: ignore[attr-defined]
+    listeners.insert(0, (broken, lambda: None))
+    try:
+        assert coordinator.schedule(lambda: 1).fetch() == 1
+    finally:
+        del listeners[0]
+    assert "a defect of another listener" in capsys.readouterr().err
+
+
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 

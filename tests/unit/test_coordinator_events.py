@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from distnb.coordinator.link import (
     ServerUp,
     WorkerUp,
 )
-from distnb.errors import ClosureCancelled, ServerLost
+from distnb.errors import ClosureCancelled, RemoteError, ServerLost
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.here import servers_here
 from distnb.wire.closure_messages import ClosureResult, RunClosure
@@ -162,3 +163,89 @@ def test_an_error_of_a_closure_is_raised_before_the_loss_of_a_server(link: Link)
         coordinator.join()
     with pytest.raises(ServerLost, match="Start a replacement"):
         coordinator.join()
+
+
+def test_an_error_that_arrives_while_a_closure_is_packed_is_raised_instead(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
+    link.deliver(WorkerUp(0))
+    coordinator.schedule(lambda: 1)
+    pack = coordinator._packer.pack
+
+    def failing_meanwhile(*args: Any, **kwargs: Any) -> Any:
+        link.deliver(ClosureEnded(0, _failed(link.sent[0][1].program, "KeyError", "meanwhile")))
+        return pack(*args, **kwargs)
+
+    monkeypatch.setattr(coordinator._packer, "pack", failing_meanwhile)
+    with pytest.raises(KeyError, match="meanwhile"):
+        coordinator.schedule(lambda: 2)
+    assert len(link.sent) == 1, "the closure was not scheduled, and cannot fail later"
+    assert coordinator.done()
+
+
+def _end_all(link: Link, worker: int = 0) -> None:
+    """Let each closure that the worker has, or gets meanwhile, return 1."""
+    ended = 0
+    while ended < len(link.sent):
+        program, ended = link.sent[ended][1].program, ended + 1
+        link.deliver(ClosureEnded(worker, Reply(program=program, status="ok", value=ClosureResult(1))))
+
+
+def test_a_repeated_function_may_be_forgotten_while_it_is_queued(link: Link) -> None:
+    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
+    values = [coordinator.schedule(_failed, args=(0, "", "")) for _ in range(2)]  # the second one by number
+    values += [coordinator.schedule(functools.partial(pow, number, 2)) for number in range(300)]
+    link.deliver(WorkerUp(0))
+    assert len(link.sent[1][1].definitions) == 1, "the function that was forgotten here"
+    _end_all(link)
+    coordinator.join()
+    assert coordinator.fetch(values) == [1] * 302
+
+
+def test_a_closure_that_cannot_be_sent_fails_and_cancels_the_others(link: Link) -> None:
+    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
+    send = link.send
+
+    def full_disk(worker: int, message: RunClosure) -> None:
+        raise OSError("no space is left")
+
+    values = [coordinator.schedule(lambda: 1) for _ in range(5)]
+    link.send = full_disk
+    link.deliver(WorkerUp(0))
+    with pytest.raises(OSError, match="no space is left") as caught:
+        coordinator.join()
+    assert "could not be sent to worker 0" in caught.value.__notes__[0]
+    assert [value.state for value in values] == [*["failed"] * 3, *["cancelled"] * 2]
+    link.send = send
+    again = coordinator.schedule(lambda: 1)
+    _end_all(link)
+    assert again.fetch() == 1
+
+
+def test_an_exception_that_cannot_be_shown_is_raised_as_its_text(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
+    link.deliver(WorkerUp(0))
+    coordinator.schedule(lambda: 1)
+    reply = _failed(link.sent[0][1].program, "LookupError", "not in the table of the test's link")
+    link.deliver(ClosureEnded(0, reply))
+    with pytest.raises(RemoteError, match="LookupError: not in the table"):
+        coordinator.join()
+
+
+def test_a_defect_in_the_handling_of_an_event_is_raised_and_nothing_waits_for_ever(link: Link) -> None:
+    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
+    link.deliver(WorkerUp(0))
+    values = [coordinator.schedule(lambda: 1) for _ in range(5)]
+
+    def broken(program: int) -> None:
+        raise AssertionError("a defect")
+
+    link.interrupt = broken
+    link.deliver(ClosureEnded(0, _failed(link.sent[0][1].program, "KeyError", "first")))
+    for _, message in link.sent[1:]:
+        link.deliver(ClosureEnded(0, Reply(program=message.program, status="aborted")))
+    with pytest.raises(KeyError, match="first") as caught:
+        coordinator.join()
+    assert [str(each) for each in caught.value.others] == ["a defect"]  # type: ignore[attr-defined]
+    assert [value.ended for value in values] == [True] * 5

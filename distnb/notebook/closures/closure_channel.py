@@ -201,10 +201,16 @@ class ClosureChannel(SessionPart):
             message = message._replace(team=self._engines.team_of(engines))
         self._under_way[program] = Outcome(program, engines, team=message.team)
         self._supervisor.program_began(program, engines)
-        if all(map(self._peers.is_near, engines)):
-            self._peers.send(engines, message)  # if an engine has ended, its pidfd reports that
-        else:
-            self._do(partial(self._peers.send, engines, message))
+        try:
+            if all(map(self._peers.is_near, engines)):
+                self._peers.send(engines, message)  # if an engine has ended, its pidfd reports that
+            else:
+                self._do(partial(self._peers.send, engines, message))
+        except BaseException:
+            del self._under_way[program]
+            for engine in engines:
+                self._supervisor.replied(engine, program)
+            raise
 
     def reclaim(self, worker: int, program: int) -> None:
         """Ask the worker to return a program that it has not begun."""
@@ -347,7 +353,7 @@ class ClosureChannel(SessionPart):
 
     def _report(self, event: Event | None) -> None:
         for listener, _ in tuple(self._listeners):
-            listener(event)
+            self._guarded(partial(listener, event))
 
     def _handle(self, engine: int, message: Any) -> None:
         if engine not in self._tasks:
