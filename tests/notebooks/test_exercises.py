@@ -74,6 +74,40 @@ def test_students_copies_have_no_solutions(notebook: Path, handout: Path) -> Non
     assert not any(cell.get("outputs") for cell in copy)
 
 
+_WRONG = {
+    ("workers", 2): """
+def worker_fn(iterator):
+    x, y = next(iterator)
+    (-F.cross_entropy(model(x), y)).backward()
+    optimizer.step()
+    mean_loss.update(1.0)
+""",
+}
+"""Wrong answers that only the check refuses, by notebook and exercise."""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("name", "exercise"), _WRONG)
+def test_a_corrected_answer_passes_after_a_wrong_one(name: str, exercise: int) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(ROOT / "notebooks" / "exercises" / f"{name}.ipynb", as_version=4)
+    code = [cell for cell in notebook.cells if cell["cell_type"] == "code"]
+    place = [place for place, cell in enumerate(code) if _tagged(cell, "exercise")][exercise - 1]
+    check = next(place for place, cell in enumerate(code[place:], place) if "assert " in cell["source"])
+    wrong = nbformat.v4.new_code_cell(_WRONG[name, exercise])
+    refused = nbformat.from_dict(code[check])
+    refused["metadata"]["tags"] = ["raises-exception"]
+    attempt = code[place + 2 : check]
+    cells = [*code[:place], wrong, *attempt, refused, code[place + 1], *attempt, code[check], code[-1]]
+    notebook["cells"] = [nbformat.from_dict({**cell, "id": f"cell-{number}"}) for number, cell in enumerate(cells)]
+    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(ROOT)}})
+    client.execute(env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)})
+    (error,) = [each for cell in notebook.cells for each in cell.get("outputs", ()) if each["output_type"] == "error"]
+    assert error["ename"] == "AssertionError"
+
+
 @pytest.mark.timeout(120)
 def test_a_check_names_the_unsolved_exercise(handout: Path) -> None:
     import nbformat  # loads in seconds, in each process that collects the tests
