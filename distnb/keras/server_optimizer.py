@@ -324,6 +324,7 @@ def make_remote(optimizer: Any) -> None:
                 "Remove the constraint, or the variable_partitioner's division of this variable."
             )
     cls: Any = type(optimizer)
+    remote_optimizer.check_parts(cls, (its._replace(name=each.path) for each, its in zip(trained, stored, strict=True)))
     config = _config(optimizer)
     twin = cls.from_config(config)
     kept = _built(twin, trained)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import distnb
+from distnb.errors import OptionError
 from distnb.partitioners import FixedShardsPartitioner
 from tests.unit.test_server_variables import InHouse, Worker, packer_of, servers  # noqa: F401 - a fixture
 
@@ -85,15 +86,54 @@ def test_every_optimizer_trains_like_in_one_process(servers: InHouse, name: str)
     assert isinstance(optimizer, kind)
 
 
-@pytest.mark.parametrize("name", [each for each in DENSE if each not in ("LBFGS", "SparseAdam", "Muon", "Adafactor")])
-def test_every_optimizer_trains_sharded_variables(servers: InHouse, name: str) -> None:  # noqa: F811
-    kind, options = getattr(torch.optim, name), OPTIONS.get(name, {})
+class Sign(torch.optim.Optimizer):
+    """An optimizer of the user's."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.data.sub_(group["lr"] * each.grad.sign())
+
+
+class ElementwiseSign(Sign):
+    is_elementwise = True
+
+
+class OwnStep(torch.optim.SGD):
+    """An optimizer of torch, with another step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+@pytest.mark.parametrize("name", [each for each in DENSE if each not in _OWN] + ["ElementwiseSign"])
+def test_every_elementwise_optimizer_trains_sharded_variables(servers: InHouse, name: str) -> None:  # noqa: F811
+    kind, options = getattr(torch.optim, name, ElementwiseSign), OPTIONS.get(name, {})
     trained(
         servers,
         lambda model: kind(model.parameters(), lr=0.01, **options),
         plain_step,
         partitioner=FixedShardsPartitioner(3),
     )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, Sign, OwnStep])
+def test_an_optimizer_that_may_need_whole_variables_is_refused_for_sharded_ones(
+    servers: InHouse,  # noqa: F811
+    kind: Any,
+) -> None:
+    strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2))
+    with (
+        pytest.raises(OptionError, match=rf"{kind.__name__} cannot update 'weight', which .* into 2 parts"),
+        strategy.scope(),
+    ):
+        model = nn.Linear(3, 4, bias=False)
+        kind(model.parameters(), lr=0.1)
+    with strategy.scope():  # a vector of one element is not divided
+        kind([nn.Parameter(torch.ones(1, 3))], lr=0.1)
 
 
 def test_an_optimizer_that_computes_losses_is_refused(servers: InHouse) -> None:  # noqa: F811

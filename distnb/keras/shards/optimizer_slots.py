@@ -14,13 +14,9 @@ from distnb.keras import keras_internals
 from distnb.runtime import contexts
 from distnb.runtime.fsdp.sharding_options import not_elementwise
 from distnb.runtime.this_process import this_process
+from distnb.variables.elementwise import is_elementwise
 
 __all__ = ["install"]
-
-_NOT_ELEMENTWISE = tuple(
-    getattr(keras.optimizers, name) for name in ("Adafactor", "Lamb", "Muon") if hasattr(keras.optimizers, name)
-)
-"""Keras's optimizers whose update of an element depends on other elements."""
 
 
 def install() -> None:
@@ -39,7 +35,7 @@ def _build(plain: Callable[..., None], optimizer: Any, variables: Sequence[Any])
     if process is not None and innermost is not None and process.runs(innermost[0]):
         process.runtime_of(innermost[0]).before_optimizer()
     sharded = [each for each in variables if is_sharded(keras_internals.tensor_of(each))]
-    if sharded and isinstance(optimizer, _NOT_ELEMENTWISE):
+    if sharded and not is_elementwise(type(optimizer)):
         raise not_elementwise(optimizer)
     plain(optimizer, variables)
 

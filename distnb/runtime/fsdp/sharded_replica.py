@@ -25,16 +25,12 @@ from distnb.runtime.replica import Spmd
 from distnb.runtime.scopes import foreign_libraries
 from distnb.runtime.scopes.mirrored_objects import register_divided
 from distnb.runtime.scopes.registration import ParameterKey, Registration
+from distnb.variables.elementwise import is_elementwise
 
 if TYPE_CHECKING:
     from distnb.runtime.spmd import SpmdProcess
 
 __all__ = ["ShardedSpmd"]
-
-_NOT_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name) for name in ("LBFGS", "Muon", "SparseAdam", "Adafactor") if hasattr(torch.optim, name)
-)
-"""torch's optimizers whose update of an element depends on other elements, or which need sparse gradients."""
 
 
 class _ShardedRegistration(Registration):
@@ -165,7 +161,7 @@ class ShardedSpmd(Spmd):
         param_group["params"] = [self._current(each) for each in listed]
         original(optimizer, param_group)
         if any(self._sharded.owns(each) for each in optimizer.param_groups[-1]["params"]):
-            if type(optimizer) in _NOT_ELEMENTWISE:
+            if not is_elementwise(type(optimizer)) or isinstance(optimizer, torch.optim.SparseAdam):
                 raise not_elementwise(optimizer)
             if len(optimizer.param_groups) == 1:
                 optimizer.register_load_state_dict_pre_hook(_divide_state)

@@ -11,6 +11,7 @@ import cloudpickle
 
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
+from distnb.variables.elementwise import not_known_elementwise
 
 __all__ = [
     "MIN_SIZE",
@@ -124,9 +125,5 @@ def check_devices(spec: StrategySpec, devices: Sequence[str]) -> None:
 
 
 def not_elementwise(optimizer: object) -> OptionError:
-    """Return the error for an optimizer whose update of an element depends on other elements."""
-    return OptionError(
-        f"{type(optimizer).__name__} cannot update the parameters of a ShardedStrategy: its update of an element "
-        "depends on the other elements, of which each replica has only a part. Use Adam, AdamW, SGD or another "
-        "optimizer that treats each element separately, or a MirroredStrategy."
-    )
+    """Return the error for an optimizer that may need whole parameters, of which each replica has only a part."""
+    return not_known_elementwise(type(optimizer), "the parameters of a ShardedStrategy", "use a MirroredStrategy")

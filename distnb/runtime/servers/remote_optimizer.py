@@ -19,10 +19,12 @@ from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_messages import Gradient, RowsGradient, SetOptimizer, Shard, StepOptimizer
 from distnb.runtime.servers.server_variable import ServerVariable
 from distnb.runtime.servers.shard_placement import Stored
+from distnb.variables.elementwise import is_elementwise, not_known_elementwise
 
 __all__ = [
     "RemoteSteps",
     "by_part",
+    "check_parts",
     "described",
     "is_remote",
     "joined",
@@ -245,12 +247,25 @@ def will_be_remote(optimizer: Any) -> None:
     torch_internals.patch_step(optimizer)  # makes torch call step hooks, one of which counts training steps
 
 
+def check_parts(cls: type, variables: Iterable[Stored]) -> None:
+    """Raise OptionError if an optimizer of this class may need the whole of a variable that is divided."""
+    divided = next((stored for stored in variables if len(stored.parts) > 1), None)
+    if divided is not None and not is_elementwise(cls):
+        name = f"{divided.name!r}" if divided.name else "a variable"
+        raise not_known_elementwise(
+            cls,
+            f"{name}, which the variable_partitioner divides into {len(divided.parts)} parts",
+            "leave the variable whole by another variable_partitioner",
+        )
+
+
 def make_remote(optimizer: Any) -> None:
     """Move the steps of an optimizer that was made in a scope to the servers, which hold its parameters.
 
     Raises:
         ContextError: Some of its parameters are not on the servers.
-        OptionError: It computes the loss several times in each step, as LBFGS does.
+        OptionError: It computes the loss several times in each step, as LBFGS does; or it may need a whole variable
+            that is divided.
     """
     servers = servers_here.access
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -265,6 +280,7 @@ def make_remote(optimizer: Any) -> None:
             "parameters were not. Make the model in the scope too."
         )
     groups = tuple(tuple(stored for stored in group if stored is not None) for group in found)
+    check_parts(getattr(type(optimizer), "of", type(optimizer)), itertools.chain(*groups))
     remote = _ServerSide(next(_numbers), groups)
     servers.make_optimizer(remote.number, _factory(optimizer), groups)
     before = optimizer.__dict__.pop("_loaded", None)
