@@ -132,7 +132,7 @@ class Ours(Client):
         self._changes += 1
         self.ask(
             StepOptimizer(
-                optimizer=0, gradients=self._gradients, options=({"lr": RATE},), seen={}, token=(0, self._changes)
+                optimizer=0, gradients=self._gradients, options=({"lr": RATE},), seen={}, token=(0, 0, self._changes)
             )
         )
 

@@ -531,7 +531,7 @@ class ClusterCoordinator:
                 _logger.debug("received %s", type(event).__name__)
             try:
                 self._carry_out(self._after(event, now))
-            except Exception as error:  # noqa: BLE001 - a defect of distnb, which must not leave closures waiting
+            except Exception as error:
                 _logger.exception("the event %s could not be handled", type(event).__name__)
                 self._errors.append(error)
                 self._why = f"an event could not be handled ({type(error).__name__}: {_line(str(error))})"

@@ -1,4 +1,4 @@
-"""The optimizers that can update the parts of a divided parameter separately: an element's update depends on it alone."""
+"""The optimizers whose update of an element depends on it alone, so that parts of a parameter can be updated apart."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from distnb.errors import OptionError
 __all__ = ["is_elementwise", "not_known_elementwise"]
 
 _TORCH = frozenset(
-    {"ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"}
-)
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+) | {"SparseAdam"}
 _KERAS = frozenset(
     {"Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD", "ScheduleFreeAdamW"}
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import torch
 
 from distnb.checkpoint.tensor_slices import is_sharded

@@ -236,7 +236,7 @@ class ServerAccess:
                 if all(stored in left for group in groups for stored in group)
             }
         for server, shards in tuple(self._unowned.items()):
-            with suppress(ServerLost):  # its memory is free, and each other server must still hear
+            with suppress(ServerLost):  # which frees its memory; the others must still receive theirs
                 self.exchange({server: [Drop(tuple(shards))]})
             del self._unowned[server]
 
