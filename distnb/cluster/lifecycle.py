@@ -163,6 +163,7 @@ class Cluster(RunningCluster):
         self._engines: dict[int, EngineProcess] = {}
         self._prepared = processes
         self._processes: Processes | None = None  # while it runs
+        self._stopping = False
         self._owner = os.getpid()
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -315,12 +316,15 @@ class Cluster(RunningCluster):
 
         def has_progressed() -> bool:
             now = [self._engines[engine] for engine in engines]
-            return any(process.ended for process in now) or sum(process.ready for process in now) != ready
+            ended = self._stopping or any(process.ended for process in now)
+            return ended or sum(process.ready for process in now) != ready
 
         while ready < len(engines):
             with processes.changed:
                 progressed = processes.changed.wait_for(has_progressed, deadline - time.monotonic())
                 now = [self._engines[engine] for engine in engines]
+            if self._stopping:
+                raise StartError("The cluster was stopped while its engines started.")
             failed = next((process for process in now if process.ended or not (progressed or process.ready)), None)
             if failed is not None:
                 what = f"did not come up within {timeout_s:.0f} s, and was ended."
@@ -374,6 +378,10 @@ class Cluster(RunningCluster):
         """End every process of the cluster and remove its files. Do nothing if it is not running."""
         if os.getpid() != self._owner:
             return  # a forked child: these are not its processes
+        self._stopping = True  # a start that is under way in another thread, and holds the lock, fails
+        if (running := self._processes) is not None:
+            with running.changed:
+                running.changed.notify_all()
         with self._lock:
             processes = self._processes
             atexit.unregister(self.stop)

@@ -20,7 +20,7 @@ from distnb.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from distnb.cluster.start_options import StartOptions
-from distnb.errors import OptionError, closest
+from distnb.errors import NoClusterError, OptionError, closest
 from distnb.magics.cell_history import HEADER
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
 from distnb.magics.engine_tables import STATUS_COLUMNS, ready_text, status_rows
@@ -81,8 +81,14 @@ class ClusterMagic:
                 getattr(self, command)(COMMANDS[command].read(rest))
 
     def ensure(self, spec: StrategySpec = _ANY) -> Session:
-        """Return the running session. Without one, start a cluster that suits a strategy, and print a line about it."""
+        """Return the running session. Without one, start a cluster that suits a strategy, and print a line about it.
+
+        Raises:
+            NoClusterError: The notebook has left or lost a detached cluster, whose objects the program may need.
+        """
         session, strategy = sessions.current(), resolve(spec)
+        if session is None and sessions.lost():
+            raise NoClusterError(sessions.lost())
         if session is None:
             options = StartOptions(**strategy.start_options())
             print(f"No cluster is running: starting {_described(options)}.", flush=True)
@@ -134,11 +140,9 @@ class ClusterMagic:
 
     def stop(self, found: Namespace) -> None:
         """Run `%distnb stop`."""
-        if sessions.current() is None:
-            print("No cluster is running.")
-            return
+        running = sessions.current() is not None
         sessions.stop()
-        print("The cluster has ended.")
+        print("The cluster has ended." if running else "No cluster is running.")
 
     def restart(self, found: Namespace) -> None:
         """Run `%distnb restart [ENGINE …] [--missing]`."""
@@ -166,7 +170,7 @@ class ClusterMagic:
     def status(self, found: Namespace) -> None:
         """Run `%distnb status`."""
         if sessions.current() is None:
-            print("No cluster is running. Start one with %distnb start.")
+            print(sessions.lost() or "No cluster is running. Start one with %distnb start.")
             return
         session = sessions.require()
         header, rows = filled(STATUS_COLUMNS, status_rows(session.status(), session.work()))

@@ -28,6 +28,7 @@ __all__ = [
     "current",
     "disconnect",
     "history",
+    "lost",
     "machines",
     "require",
     "start",
@@ -54,8 +55,13 @@ def require() -> Session:
     """
     session = current()
     if session is None:
-        raise NoClusterError("No cluster is running. Start one with %distnb start -n 2, or distnb.start(2).")
+        raise NoClusterError(lost() or "No cluster is running. Start one with %distnb start -n 2, or distnb.start(2).")
     return session
+
+
+def lost() -> str:
+    """Return the reason, with its cure, why the notebook has no cluster although it was not stopped here, or ""."""
+    return _session.lost if _session is not None else ""
 
 
 def history() -> History | None:
@@ -318,12 +324,10 @@ def disconnect() -> None:
         OptionError: The engines end with this notebook.
         NoClusterError: No cluster is running.
     """
-    global _session
     with _lock:
         session = require()
         session.save_names()
         session.disconnect()
-        _session = None
         atexit.unregister(_leave)
         _follow(None)
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.detached import registry
 from distnb.cluster.detached.daemon import DaemonOptions
-from distnb.cluster.detached.daemon_client import DaemonClient, notebook_name, start_daemon
+from distnb.cluster.detached.daemon_client import DaemonClient, OnLost, notebook_name, start_daemon
 from distnb.cluster.lifecycle import Cluster, RunningCluster
 from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.local.processes import Processes
@@ -79,6 +79,12 @@ class EngineOwner(ABC):
     @abstractmethod
     def start(self, on_progress: Callable[[str], None]) -> None:
         """Start the engines of `cluster`, and return when all of them are ready."""
+
+    def when_lost(self, handle: OnLost) -> None:  # noqa: B027  (only another process can take engines away)
+        """Call a function, in a thread of its own, when this notebook loses the engines to another one, or to an end.
+
+        It is called with a description of each engine's end, and with a text for the user: the reason and the cure.
+        """
 
     @abstractmethod
     def place_further(
@@ -191,6 +197,10 @@ class OwnedByDaemon(EngineOwner):
         """Have the daemon start the engines, and import torch here meanwhile."""
         self.client.start(on_progress=on_progress, meanwhile=_import_torch)
 
+    def when_lost(self, handle: OnLost) -> None:
+        """Call a function when another notebook takes the cluster over, or when it ends."""
+        self.client.when_lost(handle)
+
     def place_further(
         self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
     ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
@@ -210,9 +220,9 @@ def plan_owner(options: StartOptions, on_progress: Callable[[str], None]) -> Eng
     """Plan a cluster, print the notices about it, and return the owner of its engines, which are not started yet."""
     machines = read_host_options(options)
     if options.detach:
-        client = start_daemon(DaemonOptions(dataclasses.replace(options, cluster_resolver=None), machines))
+        without_resolver = dataclasses.replace(options, cluster_resolver=None)
+        client = start_daemon(DaemonOptions(who=notebook_name(), options=without_resolver, machines=machines))
         try:
-            client.connect(notebook_name())
             client.plan(on_progress)
             raise_file_limit(client.facts.engines)  # the daemon raises its own
         except BaseException:

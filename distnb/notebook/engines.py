@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from distnb import process_log
 from distnb.cluster.connection import Keys
-from distnb.cluster.lifecycle import RunningCluster
+from distnb.cluster.lifecycle import EngineProcess, RunningCluster
 from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.remote.further_engines import PlacedEngine
 from distnb.cluster.remote.heartbeat import LOST_AFTER_S
@@ -23,7 +23,7 @@ from distnb.options import StrategySpec
 from distnb.process_log import close_log, open_log
 from distnb.topology import Task, Team
 from distnb.wire.channel import Peers
-from distnb.wire.messages import SetLogLevel
+from distnb.wire.messages import Died, SetLogLevel
 
 __all__ = ["EngineStatus", "Engines"]
 
@@ -58,6 +58,8 @@ class Engines:
 
     Attributes:
         tasks: The role of each engine; empty if all are alike.
+        lost: The reason, with its cure, why this notebook has the engines no longer although they were not stopped
+            here; "" if there is none.
     """
 
     def __init__(self, owner: EngineOwner, namespace: NotebookNamespace) -> None:
@@ -76,6 +78,7 @@ class Engines:
         self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
         self.teams = Teams(owner.store, self._no_replicas)
         self._cluster: RunningCluster | None = None
+        self.lost = ""
         self._hosts: dict[str, None] = {}
         self._closed = False
 
@@ -128,11 +131,13 @@ class Engines:
         """The processes.
 
         Raises:
-            NoClusterError: They were stopped.
+            NoClusterError: They were stopped, or lost.
         """
-        if self._cluster is None:
-            raise NoClusterError("The cluster was stopped. Start one with %distnb start, or distnb.start().")
-        return self._cluster
+        cluster = self._cluster
+        if cluster is None:
+            stopped = "The cluster was stopped. Start one with %distnb start, or distnb.start()."
+            raise NoClusterError(self.lost or stopped)
+        return cluster
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -141,15 +146,18 @@ class Engines:
 
     @property
     def left(self) -> tuple[int, ...]:
-        """The numbers of the engines whose processes have not ended."""
-        ended = self._ended
-        return tuple(engine for engine in self.ids if engine not in ended)
+        """The numbers of the engines whose processes have not ended; none if the cluster was stopped or lost."""
+        return tuple(engine for engine, process in self._processes.items() if not process.ended)
 
     @property
     def _ended(self) -> dict[int, str]:
         """The exit status, in words, of each engine that has ended and was not replaced."""
-        processes = {} if self._cluster is None else self._cluster.engines
-        return {engine: process.ended for engine, process in processes.items() if process.ended}
+        return {engine: process.ended for engine, process in self._processes.items() if process.ended}
+
+    @property
+    def _processes(self) -> dict[int, EngineProcess]:
+        cluster = self._cluster
+        return {} if cluster is None else cluster.engines
 
     def status(self) -> tuple[EngineStatus, ...]:
         """Return the status of each engine."""
@@ -325,10 +333,20 @@ class Engines:
         for engine in engines:
             self._on_exit(engine, self.cluster.engines[engine].pid, _RESTARTED)
 
-    def leave(self, by: str) -> None:
-        """Report that another notebook has taken over the engines. Programs under way end here, and go on there."""
-        for engine in self.left:
-            self.supervisor.engine_died(engine, self.cluster.engines[engine].pid, f"was taken over by {by}")
+    def lose(self, status: str, reason: str) -> None:
+        """Handle the loss of the engines to another notebook, or to the end of their cluster.
+
+        Programs under way end here. `disconnect` then frees the resources.
+
+        Args:
+            status: The end of each engine, in words.
+            reason: See `lost`.
+        """
+        _logger.info("lost: %s", reason)
+        self.lost = reason
+        processes, self._cluster = self._processes, None
+        running = [process for process in processes.values() if process.ended in ("", status)]
+        self.supervisor.engines_lost([Died(process.engine, process.pid, status) for process in running])
 
     def disconnect(self) -> None:
         """Leave the engines of a detached cluster to the next notebook, and free the resources here."""
@@ -336,6 +354,10 @@ class Engines:
             return
         self._closed = True
         _logger.info("disconnecting")
+        self.lost = self.lost or (
+            f"This notebook has left the detached cluster {self.owner.name!r}. Connect again with %distnb connect "
+            f"{self.owner.name}, or start other engines with %distnb start."
+        )
         self._cluster = None
         self._close()
 

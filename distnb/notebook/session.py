@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from distnb.checkpoint import folder_locks
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.start_options import StartOptions
-from distnb.errors import NoClusterError, OptionError, ProgramError
+from distnb.errors import EngineDied, NoClusterError, OptionError, ProgramError
 from distnb.notebook.dependencies import Dependencies
 from distnb.notebook.engine_owners import EngineOwner, connected_owner, plan_owner
 from distnb.notebook.engines import Engines, EngineStatus
@@ -111,6 +111,7 @@ class Session:
         self._inspecting = threading.local()
         self.unshown: set[int] = set()
         self._owner = os.getpid()
+        self._leaving = threading.RLock()  # this notebook may stop the cluster while another takes it over
         self.latest_strategy = ""
         self.latest_times: CellTimes | None = None
         self._received_until = 0  # the latest program until whose end all events of all engines were received
@@ -129,7 +130,8 @@ class Session:
 
         `on_progress` is called with each stage of the start, in words.
         """
-        session = cls(user_ns, plan_owner(options, on_progress))
+        owner = plan_owner(options, on_progress)
+        session = cls(user_ns, owner)
         try:
             session._engines.start(on_progress)
             session._prepare_machines()
@@ -137,6 +139,7 @@ class Session:
         except BaseException:
             session.stop()
             raise
+        owner.when_lost(session._lose)
         return session
 
     @classmethod
@@ -164,6 +167,7 @@ class Session:
         session.namespace.most_nbytes = owner.client.facts.data_limit_nbytes
         try:
             session._engines.connect()
+            owner.when_lost(session._lose)
             session._prepare_machines()
             follow(session)
             with session._dispatch.turn:
@@ -174,7 +178,6 @@ class Session:
         except BaseException:
             session.disconnect()
             raise
-        owner.client.on_taken = session._taken
         return session, restored
 
     def _serve_terminals(self) -> None:
@@ -188,11 +191,17 @@ class Session:
 
     def save_names(self) -> None:
         """Save the names that are bound to engine objects, for the next notebook of a detached cluster."""
-        if self.name and self.alive:
-            names = SavedNames.of(self.user_ns, self.latest_program)
-            if names != self._saved_names:
-                names.save(self._engines.cluster.directory)
-                self._saved_names = names
+        if not (self.name and self.alive):
+            return
+        names, directory = SavedNames.of(self.user_ns, self.latest_program), self._engines.owner.directory
+        if names != self._saved_names:
+            try:
+                names.save(directory)
+            except FileNotFoundError:
+                if directory.exists():
+                    raise
+                return  # the cluster has ended, which the next program reports
+            self._saved_names = names
 
     def disconnect(self) -> None:
         """Leave the engines of a detached cluster to the next notebook. Handles here can no longer be used.
@@ -207,10 +216,12 @@ class Session:
             )
         self._leave(self._engines.disconnect)
 
-    def _taken(self, by: str) -> None:
-        """Release the cluster, which another notebook takes over."""
-        print(f"distnb: {by} has taken over the detached cluster {self.name!r}.", file=sys.stderr)
-        self._engines.leave(by)
+    def _lose(self, status: str, reason: str) -> None:
+        """Leave a detached cluster that another notebook takes over, or that has ended. See `Engines.lose`."""
+        if not self.alive:
+            return
+        self._engines.lose(status, reason)
+        print(f"distnb: {reason}", file=sys.stderr)
         with self._dispatch.turn:
             self._leave(self._engines.disconnect)
 
@@ -227,7 +238,9 @@ class Session:
         self._leave(self._engines.stop)
 
     def _leave(self, leave: Callable[[], None]) -> None:
-        if os.getpid() == self._owner:  # a forked child must not end its parent's engines
+        if os.getpid() != self._owner:  # a forked child must not end its parent's engines
+            return
+        with self._leaving:
             if self._dependencies is not None and this_process.importing == self._dependencies.need:
                 this_process.importing = this_process.local_modules = None
             for part in self._parts:
@@ -243,8 +256,13 @@ class Session:
 
     @property
     def alive(self) -> bool:
-        """True if the cluster has not been stopped."""
+        """True if the cluster has not been stopped, left or lost."""
         return self._engines.alive
+
+    @property
+    def lost(self) -> str:
+        """The reason, with its cure, why the notebook has lost or left its detached cluster; "" if it has not."""
+        return self._engines.lost
 
     def restart(
         self,
@@ -502,6 +520,8 @@ class Session:
             try:
                 raise_failure(outcome, team, callers_lines=callers_lines, opened=self.namespace.open_error)
             except BaseException as error:
+                if self.lost and isinstance(error, EngineDied):
+                    raise NoClusterError(self.lost) from None
                 if kept:
                     asked = self._dispatch.prompts.latest
                     engine = failing_engine(outcome, team)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from distnb.cluster.detached import registry
+from distnb.errors import NoClusterError
 from tests import processes
 from tests.kernel import Notebook, Ran, lines_of_each
 from tests.machines import Machines, machines
@@ -110,13 +111,19 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def _kill_in(notebook: Notebook, source: str, text: str, go_on: Path) -> None:
-    """Kill a notebook when its cell has shown a text. The cell waits for that, until the file `go_on` exists."""
-    notebook.run(f"go_on = {str(go_on)!r}")
+def _run_until(notebook: Notebook, source: str, text: str) -> str:
+    """Start a cell, and wait until it has shown a text. Return the cell's message."""
     message = notebook.start(source)
     for kind, content in notebook.events(message, 60.0):
         if kind == "stream" and text in content["text"]:
             break
+    return message
+
+
+def _kill_in(notebook: Notebook, source: str, text: str, go_on: Path) -> None:
+    """Kill a notebook when its cell has shown a text. The cell waits for that, until the file `go_on` exists."""
+    notebook.run(f"go_on = {str(go_on)!r}")
+    _run_until(notebook, source, text)
     _kill(notebook)
     if go_on.parent.exists():
         go_on.touch()
@@ -197,9 +204,30 @@ def test_one_notebook_at_a_time(cluster: str, notebook: Notebook) -> None:
         other.run("%%distribute mirrored\nprint(kept.weight.shape)")
         other.run("%distnb disconnect")
         assert "left" in other.run("kept").text
+        refused = other.try_run("%%distribute mirrored\n1")
+        assert refused.error_name == "NoClusterError", "no engines are started in place of those that it has left"
+        assert f"%distnb connect {cluster}" in refused.error_text
     assert "Mirrored: kept" in notebook.run(f"%distnb connect {cluster}").text, "it was bound to a stale handle"
     notebook.run("kept.weight")
     assert "nobody" not in _cli("list")
+
+
+def test_a_notebook_that_waits_for_a_running_cell_can_be_taken_from(
+    cluster: str, notebook: Notebook, tmp_path: Path
+) -> None:
+    go_on = tmp_path / "go on"
+    notebook.run(f"go_on = {str(go_on)!r}")
+    _run_until(notebook, LONG, "line 3")
+    _kill(notebook)
+    with Notebook() as second, Notebook() as third:
+        waits = _run_until(second, f"%distnb connect {cluster}", "line 3")
+        taken = third.start(f"%distnb connect {cluster} --take")
+        refused = second.finish(waits)
+        assert refused.error_name == "NoClusterError"
+        assert f"process {third.pid} in " in refused.error_text
+        go_on.touch()
+        assert _lines(third.finish(taken).check()) == [f"line {i}" for i in range(20)]
+        assert third.value("answer") == 42
 
 
 def test_an_engine_that_dies_without_a_notebook_is_replaced(cluster: str, notebook: Notebook) -> None:
@@ -260,12 +288,37 @@ def test_a_cell_can_end_with_its_notebook(tmp_path: Path) -> None:
     assert "no detached cluster" not in _cli("list")
 
 
+def test_a_cluster_is_taken_from_the_notebook_that_started_it_and_stopped_in_a_terminal() -> None:
+    with Notebook() as first, Notebook() as second:
+        first.run("%distnb start -n 1 --detach --name mine", timeout_s=120)
+        first.run("import distnb, torch\nstrategy = distnb.MirroredStrategy()")
+        first.run("%%distribute mirrored\nvaluable = 42")
+        second.run("%distnb connect mine --take")
+        assert second.value("valuable") == 42
+        for program in ("%%distribute mirrored\nvaluable", "strategy.run(lambda: 1)", "%distnb restart"):
+            refused = first.try_run(program)
+            assert refused.error_name == "NoClusterError", program
+            assert "%distnb connect mine --take" in refused.error_text, program
+        assert "has taken over" in first.run("%distnb status").text
+        assert "No cluster" in first.run("%distnb stop").text
+
+        waits = _run_until(second, "%%distribute mirrored\nprint('begun')\nimport time\ntime.sleep(600)", "begun")
+        assert "has ended" in _cli("stop", "mine")
+        failed = second.finish(waits)
+        assert failed.error_name == "NoClusterError", failed.error_text
+        assert "stopped by `distnb stop mine`" in failed.error_text
+        assert "restart" not in failed.error_text
+        plain = second.run("1 + 1")
+        assert "Error" not in plain.text + plain.stderr
+        assert "stopped by `distnb stop mine`" in second.try_run("%%distribute mirrored\n1").error_text
+
+
 def test_the_time_limit_ends_a_cluster() -> None:
     with Notebook() as notebook:
         notebook.run("%distnb start -n 1 --detach --hours 0.003 --name brief", timeout_s=120)
-        ended = "'time limit' in str([row.state for row in distnb.notebook.compose.require().status()])"
-        notebook.run("import distnb.notebook.compose")
-        processes.wait_until(lambda: notebook.value(ended), 30.0, "the cluster has not reached its limit")
+        processes.wait_until(
+            lambda: "time limit" in notebook.run("%distnb status").text, 30.0, "the cluster has not reached its limit"
+        )
         assert "brief" not in _cli("list")
 
 
@@ -276,9 +329,28 @@ def test_the_engines_end_with_a_daemon_that_is_killed() -> None:
         engine = notebook.value("__import__('distnb').notebook.compose.require().status()[0].pid")
         daemon.kill()
         processes.wait_until(lambda: not _runs(engine), 10.0, "the engine still runs")
-        ended = "the daemon of its detached cluster has ended"
+        ended = "'orphan' has ended: its daemon has ended"
         processes.wait_until(lambda: ended in notebook.run("%distnb status").text, 10.0, "the reason is not shown")
+        assert ended in notebook.try_run("%%distribute mirrored\n1").error_text
     assert "orphan" not in _cli("list")
+
+
+@pytest.mark.parametrize("moment", ["it is listed", "an engine starts"])
+def test_a_cluster_ends_if_its_notebook_is_killed_while_it_starts(moment: str) -> None:
+    def has_come() -> bool:
+        try:
+            daemon = psutil.Process(registry.find("early").pid)
+        except NoClusterError:
+            return False
+        return moment == "it is listed" or any("distnb.engine" in each.cmdline() for each in daemon.children())
+
+    with Notebook() as notebook:
+        notebook.start("%distnb start -n 1 --detach --name early")
+        processes.wait_until(has_come, 60.0, "the cluster does not start")
+        daemon = registry.find("early").pid
+        _kill(notebook)
+        processes.wait_until(lambda: not _runs(daemon), 20.0, "the daemon still runs")
+    assert "early" not in _cli("list")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,13 @@ def test_a_death_ends_every_program_of_the_engine() -> None:
     assert state.waiting_for(1) == {0}
 
 
+def test_a_program_on_engines_that_are_lost_to_another_notebook_is_not_ended() -> None:
+    state = Supervision()
+    state.began(1, [0, 1], 0.0)
+    assert state.lost(0.0) == []
+    assert not state.follows(1)
+
+
 def test_an_interrupt_ends_the_program_on_all_engines() -> None:
     state = Supervision()
     state.began(3, [0, 1], 0.0)

@@ -9,18 +9,19 @@ notebook binds them:
         │                                 ▲
         └── requests ──▶ daemon ── starts, ends, watches
 
-One notebook at a time is connected. It holds its connection to the daemon's socket open, so the daemon learns of the
-notebook's end at once. The daemon ends with its cluster: at a request, at the time limit, or by SIGTERM.
+One notebook at a time is connected (`distnb.cluster.ownership`). It holds its connection to the daemon open, so the
+daemon learns of the notebook's end at once. The connection of the notebook that starts the daemon is a socket pair,
+which exists before the daemon does: whenever that notebook ends before the engines have started, so does the daemon.
+The daemon ends with its cluster: at a request, at the time limit, or by SIGTERM.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import logging
 import math
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -40,6 +41,7 @@ import psutil
 from distnb import __version__
 from distnb.cluster.connection import Connection, make_keys
 from distnb.cluster.detached import registry
+from distnb.cluster.detached.client_connection import ClientConnection
 from distnb.cluster.detached.protocol import (
     SOCKET_NAME,
     ClusterSummary,
@@ -53,13 +55,14 @@ from distnb.cluster.detached.protocol import (
 )
 from distnb.cluster.lifecycle import Cluster, EngineProcess
 from distnb.cluster.local.processes import Processes
+from distnb.cluster.ownership import End, Grant, Order, Ownership, Refuse, Release
 from distnb.cluster.remote.further_engines import PlacedEngine, place_further
 from distnb.cluster.remote.heartbeat import HeartbeatListener
 from distnb.cluster.remote.host_plan import HostPlan, make_plan
 from distnb.cluster.remote.hosts import HostOptions
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.start_options import DETACHED_HOURS, StartOptions
-from distnb.errors import ClusterError, DistnbError, NoClusterError
+from distnb.errors import ClusterError, DistnbError, NoClusterError, StartError
 from distnb.process_log import open_log
 from distnb.topology import Device
 from distnb.wire.channel import CONTROL_NAME, PROGRAMS_NAME
@@ -68,8 +71,23 @@ __all__ = ["Daemon", "DaemonOptions", "main"]
 
 _logger = logging.getLogger("distnb.cluster.detached")
 
-_RELEASING_S = 15.0
 _LONGEST_WAIT_S = 86400.0
+_PAUSE_S = 0.05
+_STARTER = 0  # the number of the client that starts the cluster
+
+_REFUSALS = {
+    "starting": "{by} is still starting the cluster {name!r}. Connect when it has started.",
+    "owned": (
+        "The cluster {name!r} is used by {by}, and only one notebook at a time can be connected. Disconnect there "
+        "(%distnb disconnect), or take it over here (%distnb connect {name} --take)."
+    ),
+    "silent": (
+        "{by} does not release the cluster {name!r}: it does not answer, perhaps in native code. It will release it as "
+        "soon as it can; connect again then, or restart that kernel."
+    ),
+    "taken": "{by} has taken over the cluster {name!r} first. Repeat %distnb connect {name} --take to get it.",
+    "ended": "The cluster {name!r} has ended: {by}.",
+}
 
 
 @dataclass(frozen=True)
@@ -77,16 +95,18 @@ class DaemonOptions:
     """The options of a detached cluster.
 
     Attributes:
+        who: The name of the notebook that starts it.
         options: The options of the start, without the resolver, which `machines` replaces.
         machines: The machines of the engines; None for this one.
     """
 
+    who: str
     options: StartOptions
     machines: HostOptions | None
 
 
 class Daemon:
-    """The owner of a detached cluster. Each connection, and each of its requests, has a thread.
+    """The owner of a detached cluster's processes. Each connection, and each of its requests, has a thread.
 
     Raises:
         OptionError: The name is invalid or taken.
@@ -97,11 +117,12 @@ class Daemon:
         self._processes = Processes()
         self._directory = self._processes.directory
         self._began = time.time()
-        self._hours = DETACHED_HOURS if options.options.hours is None else options.options.hours
-        self._ends = self._began + self._hours * 3600 if math.isfinite(self._hours) else None
-        self._lock = threading.Lock()
-        self._free = threading.Condition(self._lock)
-        self._holder: _Client | None = None
+        hours = DETACHED_HOURS if options.options.hours is None else options.options.hours
+        self._ends = self._began + hours * 3600 if math.isfinite(hours) else None
+        self._ownership = Ownership(_STARTER, options.who, self._ends, f"it reached its time limit of {hours:g} hours")
+        self._numbers = itertools.count(_STARTER)
+        self._clients: dict[int, ClientConnection] = {}
+        self._changed = threading.Condition()  # guards the three above and `_joining`, and reports each of their events
         self._joining: set[int] = set()  # further engines that have no copy yet of what the others have
         self._plan: HostPlan | None = None
         self._cluster: Cluster | None = None
@@ -109,20 +130,19 @@ class Daemon:
         self._store: RendezvousStore | None = None
         self._heartbeats: HeartbeatListener | None = None
         self._reserved: list[socket.socket] = []
-        self._end = threading.Event()
-        self._why = ""
         self._keys = make_keys()
         path = str(self._directory / SOCKET_NAME)
         try:
             self._listener = Listener(path, "AF_UNIX", backlog=16)
-            self.entry = registry.Entry(
-                name=options.options.name or registry.free_name(),
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                socket=path,
-                started=self._began,
+            self.entry = registry.add(
+                registry.Entry(
+                    name=options.options.name or "",
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    socket=path,
+                    started=self._began,
+                )
             )
-            registry.add(self.entry)
         except BaseException:
             self._processes.close()
             raise
@@ -136,32 +156,61 @@ class Daemon:
 
     # -- the life of the daemon --------------------------------------------------------------------------------------
 
-    def serve(self) -> None:
-        """Serve until the cluster is to end, and end it."""
+    def serve(self, starter: Pipe[Any, Any]) -> None:
+        """Serve until the cluster is to end, and end it. `starter` is the connection to the cluster's first owner."""
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._serve_in_thread(starter)
         threading.Thread(target=self._accept, name="distnb-accept", daemon=True).start()
-        while not self._end.wait(self._seconds_left()):
-            if self._seconds_left() <= 0:
-                self._finish(f"it reached its time limit of {self._hours:g} hours")
+        with self._changed:
+            while not self._ownership.ended:
+                self._changed.wait(self._seconds_left())
+                self._advance(lambda now: self._ownership.tick(now=now))
         self._close()
 
     def _seconds_left(self) -> float:
-        return min(self._ends - time.time(), _LONGEST_WAIT_S) if self._ends is not None else _LONGEST_WAIT_S
+        deadline = self._ownership.deadline
+        return _LONGEST_WAIT_S if deadline is None else min(max(0.0, deadline - time.time()), _LONGEST_WAIT_S)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        self._finish("its daemon received SIGTERM")
+        # This thread may be in the middle of a transition.
+        threading.Thread(target=self._stop, args=("its daemon received SIGTERM",), daemon=True).start()
 
-    def _finish(self, why: str) -> None:
-        self._why = self._why or why
-        self._end.set()
+    def _stop(self, why: str) -> None:
+        self._advance(lambda now: self._ownership.stopped(why, now=now))
+
+    def _advance(self, event: Callable[[float], list[Order]]) -> None:
+        """Report an event to the state machine, and follow its orders."""
+        with self._changed:
+            for order in event(time.time()):
+                self._follow(order)
+            self._changed.notify_all()
+
+    def _follow(self, order: Order) -> None:
+        """Follow an order, without waiting for anything."""
+        match order:
+            case Grant(client):
+                _logger.info("%s has connected", self._ownership.who)
+                self._send(
+                    client, DaemonAnswer(self._clients[client].asked, self._current_facts(), None, self._engines)
+                )
+            case Refuse(client, cause, by):
+                error = ClusterError(_REFUSALS[cause].format(name=self.entry.name, by=by))
+                self._send(client, DaemonAnswer(self._clients[client].asked, None, error, self._engines))
+            case Release(client, by):
+                self._send(client, Taken(by, self.entry.name))
+            case End(why):
+                _logger.info("the cluster ends: %s", why)
+                if self._ownership.owner is not None:
+                    self._send(self._ownership.owner, Ending(why))
+
+    def _send(self, client: int, message: Any) -> None:
+        if client in self._clients:
+            self._clients[client].send(message)
 
     def _close(self) -> None:
-        _logger.info("the cluster ends: %s", self._why)
         registry.remove(self.entry)
-        if self._holder is not None:
-            self._holder.send(Ending(self._why))
         self._listener.close()
         if self._cluster is not None:
             self._cluster.stop()
@@ -174,95 +223,115 @@ class Daemon:
             self._heartbeats.close()
         for reserved in self._reserved:
             reserved.close()
+        for client in list(self._clients.values()):
+            client.close()
 
     # -- clients -----------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while not self._end.is_set():
+        while not self._ownership.ended:
             try:
-                client = _Client(self._listener.accept())
-            except OSError:  # the listener is closed, or the client has gone
+                pipe = self._listener.accept()
+            except OSError:  # the listener is closed, the client has gone, or there are too many open files
+                time.sleep(_PAUSE_S)
                 continue
-            threading.Thread(target=self._serve, args=(client,), name="distnb-client", daemon=True).start()
+            self._serve_in_thread(pipe)
 
-    def _serve(self, client: _Client) -> None:
+    def _serve_in_thread(self, pipe: Pipe[Any, Any]) -> None:
+        client = ClientConnection(next(self._numbers), pipe)
+        with self._changed:
+            self._clients[client.number] = client
+        threading.Thread(target=self._serve, args=(client,), name="distnb-client", daemon=True).start()
+
+    def _serve(self, client: ClientConnection) -> None:
         """Receive a client's requests until it has gone."""
         while (request := client.receive()) is not None:
-            threading.Thread(target=self._answer, args=(client, request), name="distnb-request", daemon=True).start()
+            _logger.debug("client %d: request %s", client.number, request.name)
+            if request.name == "connect":
+                self._connect(client, request)
+            elif request.name == "stop":  # its answer is the end of the connection
+                self._stop(f"it was stopped by {client.who or f'`distnb stop {self.entry.name}` in a terminal'}")
+            else:
+                arguments = client, request
+                threading.Thread(target=self._answer, args=arguments, name="distnb-request", daemon=True).start()
+        self._end_joining(client)  # before the next notebook is connected
+        with self._changed:
+            del self._clients[client.number]
+            self._advance(lambda now: self._ownership.left(client.number, now=now))
         client.close()
-        self._release(client)
 
-    def _release(self, client: _Client) -> None:
-        if self._holder is not client:
-            return
-        self._end_joining()
-        with self._free:
-            self._holder = None
-            self._free.notify_all()
-        _logger.info("%s has disconnected", client.who)
-        if self._cluster is None or not self._cluster.engines:
-            self._finish("the notebook ended before the engines had started")
+    def _connect(self, client: ClientConnection, request: DaemonRequest) -> None:
+        """Handle the request to become the cluster's notebook, which the order to grant or to refuse it answers."""
+        client.who, version, take = request.arguments
+        client.asked = request.number
+        if version != __version__:
+            error = ClusterError(
+                f"The cluster {self.entry.name!r} was started by distnb {__version__}, and this is distnb {version}. "
+                f"Connect with the same version; or end the cluster (distnb stop {self.entry.name})."
+            )
+            client.send(DaemonAnswer(request.number, None, error))
+        else:
+            self._advance(lambda now: self._ownership.connected(client.number, client.who, take, now=now))
 
-    def _end_joining(self) -> None:
+    def _current_facts(self) -> DetachedCluster | None:
+        if self._facts is None:
+            return None
+        return dataclasses.replace(self._facts, engines=len(self._engines), hosts=self._hosts())
+
+    def _end_joining(self, client: ClientConnection) -> None:
         """End the engines that a notebook was adding when it ended. The cluster keeps its earlier size."""
-        if self._joining and self._cluster is not None:
-            _logger.info("engines %s are ended, because their notebook ended before they had joined", self._joining)
-            self._cluster.give_up(tuple(self._joining))
-            self._joining.clear()
+        with self._changed:
+            joining = tuple(self._joining) if self._ownership.owner == client.number else ()
+            self._joining.difference_update(joining)
+        if joining and self._cluster is not None:
+            _logger.info("engines %s are ended, because their notebook ended before they had joined", joining)
+            self._cluster.give_up(joining)
 
-    def _answer(self, client: _Client, request: DaemonRequest) -> None:
+    def _answer(self, client: ClientConnection, request: DaemonRequest) -> None:
         value, error = None, None
-        _logger.debug("request %s", request.name)
         try:
+            if request.name != "summary":
+                self._check(client)
             value = getattr(self, f"_on_{request.name}")(client, request.number, *request.arguments)
         except Exception as raised:  # noqa: BLE001  # the client raises it
             _logger.info("request %s failed: %s", request.name, raised)
             error = raised if isinstance(raised, DistnbError) else ClusterError(traceback.format_exc())
         client.send(DaemonAnswer(request.number, value, error, self._engines))
-        if request.name == "stop":
-            self._finish(f"{client.who or 'a terminal'} stopped it")
+
+    def _check(self, client: ClientConnection) -> None:
+        """Raise if a client is not the owner, or has gone."""
+        self._check_running()
+        if self._ownership.owner != client.number or client.gone:
+            raise ClusterError(f"This notebook is not connected to the cluster {self.entry.name!r} any more.")
+
+    def _check_running(self) -> None:
+        if self._ownership.ended:
+            raise NoClusterError(_REFUSALS["ended"].format(name=self.entry.name, by=self._ownership.ended))
+
+    def _progress(self, client: ClientConnection, number: int) -> Callable[[str], None]:
+        """Return a function that sends lines about the progress of a request, which it ends with the cluster."""
+
+        def report(text: str) -> None:
+            self._check_running()
+            client.send(DaemonProgress(number, text))
+
+        return report
 
     @property
     def _engines(self) -> dict[int, EngineProcess]:
         return {} if self._cluster is None else self._cluster.engines
 
-    # -- requests: `_on_NAME(client, number, …)` ---------------------------------------------------------------------
+    def _hosts(self) -> dict[int, str]:
+        """Return the machine of each engine that does not run on this one."""
+        cluster = self._cluster
+        return {} if cluster is None else {each: host for each in cluster.engines if (host := cluster.host(each))}
 
-    def _on_connect(self, client: _Client, number: int, who: str, version: str, take: bool) -> DetachedCluster | None:
-        """Connect a notebook. Return the facts about the cluster, or None if it is to be started."""
-        if version != __version__:
-            raise ClusterError(
-                f"The cluster {self.entry.name!r} was started by distnb {__version__}, and this is distnb {version}. "
-                f"Connect with the same version; or end the cluster (distnb stop {self.entry.name})."
-            )
-        with self._free:
-            holder = self._holder
-            if holder is not None:
-                if not take:
-                    raise ClusterError(
-                        f"The cluster {self.entry.name!r} is used by {holder.who}, and only one notebook at a time can "
-                        "be connected. Disconnect there (%distnb disconnect), or take it over here (%distnb connect "
-                        f"{self.entry.name} --take)."
-                    )
-                holder.send(Taken(who))
-                if not self._free.wait_for(lambda: self._holder is not holder, _RELEASING_S):
-                    raise ClusterError(
-                        f"{holder.who} does not release the cluster {self.entry.name!r}: it does not answer, "
-                        "perhaps in native code. Restart that kernel, and connect again."
-                    )
-            self._holder = client
-            client.who = who
-        _logger.info("%s has connected", who)
-        if self._facts is not None and self._cluster is not None:
-            engines = self._cluster.engines
-            hosts = {engine: host for engine in engines if (host := self._cluster.host(engine))}
-            self._facts = dataclasses.replace(self._facts, engines=len(engines), hosts=hosts)
-        return self._facts
+    # -- requests of the notebook: `_on_NAME(client, number, …)` -----------------------------------------------------
 
-    def _on_plan(self, client: _Client, number: int) -> DetachedCluster:
+    def _on_plan(self, client: ClientConnection, number: int) -> DetachedCluster:
         """Choose the engines' devices, and return the facts that the notebook needs before it listens for them."""
         options = self._options.options
-        plan = self._plan = make_plan(options, self._options.machines, client.progress(number))
+        plan = self._plan = make_plan(options, self._options.machines, self._progress(client, number))
         remote = bool(plan.hosts)
         if remote:
             self._store = RendezvousStore(host=plan.address)
@@ -291,7 +360,7 @@ class Daemon:
         reserved.bind((host, 0))
         return int(reserved.getsockname()[1])
 
-    def _on_start(self, client: _Client, number: int) -> None:
+    def _on_start(self, client: ClientConnection, number: int) -> None:
         """Start the engines. The notebook listens for them already."""
         plan, facts = self._plan, self._facts
         assert plan is not None
@@ -321,67 +390,61 @@ class Daemon:
             processes=self._processes,
         )
         serve = self._store.serve if self._store is not None else lambda: None
-        self._cluster.start(on_progress=client.progress(number), meanwhile=serve)
+        self._cluster.start(on_progress=self._progress(client, number), meanwhile=serve)
+        self._advance(lambda now: self._ownership.started(now=now))
 
     def _exited(self, engine: int, pid: int, status: str) -> None:
-        holder = self._holder
-        if holder is not None:
-            holder.send(Exited(engine, pid, status, self._engines))
+        with self._changed:
+            if self._ownership.owner is not None:
+                self._send(self._ownership.owner, Exited(engine, pid, status, self._engines))
 
     def _running(self) -> Cluster:
         if self._cluster is None:
             raise NoClusterError("The engines of this cluster have not been started.")
         return self._cluster
 
-    def _on_engine_ready(self, client: _Client, number: int, engine: int) -> None:
+    def _on_engine_ready(self, client: ClientConnection, number: int, engine: int) -> None:
         if self._cluster is not None:
             self._cluster.engine_ready(engine)
 
-    def _on_engines(self, client: _Client, number: int) -> None:
+    def _on_engines(self, client: ClientConnection, number: int) -> None:
         """Do nothing: every answer contains the engines."""
 
-    def _on_restart(self, client: _Client, number: int, engines: tuple[int, ...]) -> None:
-        self._running().restart(engines, on_progress=client.progress(number))
+    def _on_restart(self, client: ClientConnection, number: int, engines: tuple[int, ...]) -> None:
+        self._running().restart(engines, on_progress=self._progress(client, number))
 
     def _on_place_further(
-        self, client: _Client, number: int, there: list[PlacedEngine], count: int
+        self, client: ClientConnection, number: int, there: list[PlacedEngine], count: int
     ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
         assert self._plan is not None
-        return place_further(self._plan, there, count, client.progress(number))
+        return place_further(self._plan, there, count, self._progress(client, number))
 
-    def _on_add(self, client: _Client, number: int, devices: dict[int, Device], hosts: dict[int, str]) -> None:
-        progress = client.progress(number)
+    def _on_add(self, client: ClientConnection, number: int, devices: dict[int, Device], hosts: dict[int, str]) -> None:
+        progress = self._progress(client, number)
 
         def report(text: str) -> None:
-            if client.is_closed:
-                raise ClusterError("The notebook has ended.")
+            self._check(client)
             progress(text)
 
-        self._joining.update(devices)
+        with self._changed:
+            self._check(client)
+            self._joining.update(devices)
         self._running().add(devices, hosts, on_progress=report)
 
-    def _on_joined(self, client: _Client, number: int) -> None:
+    def _on_joined(self, client: ClientConnection, number: int) -> None:
         """Keep the further engines from here on, also if the notebook ends."""
         self._joining.clear()
 
-    def _on_remove(self, client: _Client, number: int, engines: tuple[int, ...]) -> None:
+    def _on_remove(self, client: ClientConnection, number: int, engines: tuple[int, ...]) -> None:
         self._running().remove(engines)
         self._joining.difference_update(engines)
 
-    def _on_notice_ends(self, client: _Client, number: int) -> None:
+    def _on_notice_ends(self, client: ClientConnection, number: int) -> None:
         self._running().notice_ends()
 
-    def _on_stop(self, client: _Client, number: int) -> None:
-        """End the cluster, and then this process."""
-        registry.remove(self.entry)
-        if self._cluster is not None:
-            self._cluster.stop()
-
-    def _on_summary(self, client: _Client, number: int) -> ClusterSummary:
+    def _on_summary(self, client: ClientConnection, number: int) -> ClusterSummary:
         engines = self._engines.values()
-        holder = self._holder
-        cluster = self._cluster
-        hosts = {} if cluster is None else {host: None for engine in self._engines if (host := cluster.host(engine))}
+        hosts = dict.fromkeys(self._hosts().values())
         return ClusterSummary(
             name=self.entry.name,
             engines=len(engines),
@@ -390,47 +453,9 @@ class Daemon:
             hosts=", ".join(hosts),
             started=self._began,
             ends=self._ends,
-            used_by="" if holder is None else holder.who,
+            used_by=self._ownership.who,
             rss_nbytes=None if hosts else sum(_rss_nbytes(process.pid) for process in engines if not process.ended),
         )
-
-
-class _Client:
-    """A connection of a notebook or of a terminal. `who` names a connected notebook."""
-
-    def __init__(self, pipe: Pipe[Any, Any]) -> None:
-        self.who = ""
-        self.is_closed = False
-        self._pipe = pipe
-        self._sending = threading.Lock()
-
-    def receive(self) -> DaemonRequest | None:
-        """Return the next request, or None when the client has gone."""
-        try:
-            found: DaemonRequest = self._pipe.recv()
-        except (EOFError, OSError):
-            return None
-        except Exception:  # another version of distnb may send anything
-            _logger.exception("a client's request cannot be read")
-            return None
-        return found
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.is_closed = True
-        self._pipe.close()
-
-    def send(self, message: Any) -> None:
-        """Send a message. Do nothing if the client has gone."""
-        with self._sending, suppress(OSError):
-            try:
-                self._pipe.send(message)
-            except (pickle.PicklingError, TypeError, AttributeError):  # an error with an attribute that cannot be sent
-                self._pipe.send(message._replace(error=ClusterError(str(message.error))))
-
-    def progress(self, number: int) -> Callable[[str], None]:
-        """Return a function that sends lines about the progress of a request."""
-        return lambda text: self.send(DaemonProgress(number, text))
 
 
 def _rss_nbytes(pid: int) -> int:
@@ -445,26 +470,23 @@ def _rss_nbytes(pid: int) -> int:
 
 
 def main() -> None:
-    """Read the options from standard input, answer with a line of JSON, and serve."""
-    given: DaemonOptions = pickle.load(sys.stdin.buffer)
-    answer = os.fdopen(os.dup(1), "w")
+    """Receive the options from the starter's connection, answer with None or an error, and serve."""
+    starter: Pipe[Any, Any] = Pipe(int(sys.argv[1]))
+    os.set_inheritable(starter.fileno(), False)
+    given: DaemonOptions = starter.recv()
     if os.fork():  # the notebook waits for this process, and the daemon is nobody's child
         os._exit(0)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
     try:
         daemon = Daemon(given)
         log = daemon.open_log()
     except BaseException as error:  # noqa: BLE001  # the notebook raises it
-        text = str(error) if isinstance(error, DistnbError) else traceback.format_exc()
-        print(json.dumps({"error": text, "kind": type(error).__name__}), file=answer, flush=True)
+        starter.send(error if isinstance(error, DistnbError) else StartError(traceback.format_exc()))
         os._exit(1)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    print(json.dumps({"socket": daemon.entry.socket}), file=answer, flush=True)
-    answer.close()
-    daemon.serve()
+    with suppress(OSError):  # the notebook has ended
+        starter.send(None)
+    daemon.serve(starter)
     os._exit(0)  # the threads of clients may wait
 
 

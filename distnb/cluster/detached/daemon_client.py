@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import os
-import pickle
 import queue
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Pipe
+from multiprocessing.connection import Connection as PipeEnd
 from pathlib import Path
 from typing import Any
 
@@ -35,45 +34,49 @@ from distnb.cluster.detached.protocol import (
 from distnb.cluster.lifecycle import EngineProcess, RunningCluster
 from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
 from distnb.cluster.remote.further_engines import PlacedEngine
-from distnb.errors import ClusterError, NoClusterError, OptionError, StartError
+from distnb.errors import ClusterError, NoClusterError, StartError
 from distnb.topology import Device
 
-__all__ = ["DaemonClient", "notebook_name", "start_daemon", "stop_detached", "summaries"]
+__all__ = ["DaemonClient", "OnLost", "notebook_name", "start_daemon", "stop_detached", "summaries"]
 
 _logger = logging.getLogger("distnb.cluster.detached")
 
-_ANSWER_S = 20.0
+OnLost = Callable[[str, str], None]
+"""A function called with (what has become of each engine, the reason with its cure) when the cluster is lost."""
 
 
 class DaemonClient(RunningCluster):
     """The processes of a detached cluster, as `Cluster` is of any other: every method asks the daemon.
 
+    The cluster is lost when another notebook takes it over, or when it ends and this notebook did not ask for that.
+
     Args:
-        path: The daemon's socket.
+        daemon: The path of the daemon's socket, or a connection to the daemon.
 
     Attributes:
         on_exit: Called with (engine, pid, status in words) in this object's thread when an engine ends unexpectedly.
-        on_taken: Called in a thread of its own, with the name of a notebook that takes the cluster over.
 
     Raises:
         NoClusterError: The daemon has ended.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, daemon: str | PipeEnd[Any, Any]) -> None:
         try:
-            self._pipe = Client(path, "AF_UNIX")
+            self._pipe = Client(daemon, "AF_UNIX") if isinstance(daemon, str) else daemon
         except OSError as error:
             raise NoClusterError(f"The daemon of this detached cluster has ended ({error}).") from error
         self.on_exit: Callable[[int, int, str], None] = lambda engine, pid, status: None
-        self.on_taken: Callable[[str], None] = lambda by: None
         self._facts: DetachedCluster | None = None
         self._engines: dict[int, EngineProcess] = {}
         self._hosts: dict[int, str] = {}
         self._numbers = itertools.count(1)
         self._sending = threading.Lock()
         self._waiting: dict[int, _Pending] = {}
-        self._why = "the daemon of its detached cluster has ended"
+        self._why = "its daemon has ended"
         self._closed = False
+        self._losing = threading.Lock()  # guards the two below
+        self._on_lost: OnLost | None = None
+        self._lost: tuple[str, str] | None = None  # the arguments of `_on_lost`
         threading.Thread(target=self._receive, name="distnb-daemon", daemon=True).start()
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -92,8 +95,8 @@ class DaemonClient(RunningCluster):
     def _ask(self, name: str, *arguments: Any, on_progress: Callable[[str], None] = lambda text: None) -> Any:
         return self._send(name, *arguments, on_progress=on_progress).result()
 
-    def connect(self, who: str, *, take: bool = False) -> DetachedCluster | None:
-        """Become the cluster's notebook. Return the facts about it, or None if its engines are not planned yet.
+    def connect(self, who: str, *, take: bool = False) -> DetachedCluster:
+        """Become the cluster's notebook, and return the facts about it. The notebook that starts it is connected.
 
         Args:
             who: The notebook's name, for others that try to connect.
@@ -102,15 +105,22 @@ class DaemonClient(RunningCluster):
         Raises:
             ClusterError: Another notebook is connected.
         """
-        self._facts = self._ask("connect", who, __version__, take)
-        self._hosts = dict(self._facts.hosts) if self._facts is not None else {}
-        return self._facts
+        return self._know(self._ask("connect", who, __version__, take))
 
     def plan(self, on_progress: Callable[[str], None]) -> DetachedCluster:
         """Have the daemon choose the engines' devices. Return the facts about the cluster."""
-        facts: DetachedCluster = self._ask("plan", on_progress=on_progress)
+        return self._know(self._ask("plan", on_progress=on_progress))
+
+    def _know(self, facts: DetachedCluster) -> DetachedCluster:
         self._facts, self._hosts = facts, dict(facts.hosts)
         return facts
+
+    def when_lost(self, handle: OnLost) -> None:
+        """Call a function, in a thread of its own, when the cluster is lost, or now if it is lost already."""
+        with self._losing:
+            self._on_lost, lost = handle, self._lost
+        if lost is not None:
+            threading.Thread(target=handle, args=lost, name="distnb-lost", daemon=True).start()
 
     @property
     def facts(self) -> DetachedCluster:
@@ -197,8 +207,9 @@ class DaemonClient(RunningCluster):
         self._ask("engines")
 
     def stop(self) -> None:
-        """End every process of the cluster, and the daemon."""
-        with contextlib.suppress(NoClusterError):  # it has ended already
+        """End every process of the cluster, and the daemon, whose end is the answer."""
+        self._closed = True
+        with contextlib.suppress(NoClusterError):
             self._ask("stop")
         self.close()
 
@@ -222,26 +233,46 @@ class DaemonClient(RunningCluster):
                 case DaemonProgress(number):
                     self._waiting[number].put(message)
                 case DaemonAnswer(number):
-                    self._engines = dict(message.engines)
+                    self._update(message.engines)
                     self._waiting.pop(number).put(message)
                 case Exited(engine, pid, status):
-                    self._engines = dict(message.engines)
+                    self._update(message.engines)
                     self.on_exit(engine, pid, status)
-                case Taken(by):
-                    self._closed = True
-                    threading.Thread(target=self.on_taken, args=(by,), name="distnb-taken", daemon=True).start()
+                case Taken(by, name):
+                    self._lose(
+                        f"was taken over by {by}",
+                        f"{by} has taken over the detached cluster {name!r}. Take it back with %distnb connect {name} "
+                        "--take, or start other engines with %distnb start.",
+                    )
                 case Ending(why):
                     self._why = why
         if not self._closed:
-            _logger.warning("the connection to the daemon has ended: %s", self._why)
-            for engine, process in self.engines.items():
-                if not process.ended:
-                    status = f"was ended: {self._why}"
-                    self._engines[engine] = dataclasses.replace(process, ended=status)
-                    self.on_exit(engine, process.pid, status)
+            name = "" if self._facts is None else f" {self._facts.name!r}"
+            self._lose(
+                f"was ended: {self._why}",
+                f"The detached cluster{name} has ended: {self._why}. Start another one with %distnb start --detach.",
+            )
         for number in list(self._waiting):
             text = f"The engines cannot be reached: {self._why}."
             self._waiting.pop(number).put(DaemonAnswer(number, error=NoClusterError(text)))
+
+    def _update(self, engines: Mapping[int, EngineProcess]) -> None:
+        if self._lost is None:
+            self._engines = dict(engines)
+
+    def _lose(self, status: str, reason: str) -> None:
+        """Handle the loss of the cluster, the first time: none of its engines exists for this notebook from now on."""
+        with self._losing:
+            if self._lost is not None:
+                return
+            self._lost, handle = (status, reason), self._on_lost
+            self._engines = {
+                engine: process if process.ended else dataclasses.replace(process, ended=status)
+                for engine, process in self._engines.items()
+            }
+        _logger.warning("%s", reason)
+        if handle is not None:
+            threading.Thread(target=handle, args=(status, reason), name="distnb-lost", daemon=True).start()
 
 
 class _Pending:
@@ -269,26 +300,35 @@ def start_daemon(given: DaemonOptions) -> DaemonClient:
         OptionError: The cluster's name is invalid or taken.
         StartError: The daemon did not start.
     """
-    with subprocess.Popen(
-        [*PYTHON_MODULE, "distnb.cluster.detached.daemon"],
-        env={**os.environ, **import_environment()},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    ours, theirs = Pipe()
+    with theirs, _daemon_process(theirs.fileno()) as process:
+        theirs.close()
         assert process.stderr is not None
-        with contextlib.suppress(BrokenPipeError):
-            pickle.dump(given, process.stdin)
-            process.stdin.close()
-        line = process.stdout.readline()
-        errors = "" if line else process.stderr.read().decode(errors="replace")
-    answer = json.loads(line) if line else {"error": f"The daemon of the cluster did not start:\n{errors}"}
-    if "error" in answer:
-        raise (OptionError if answer.get("kind") == "OptionError" else StartError)(answer["error"])
-    return DaemonClient(answer["socket"])
+        try:
+            ours.send(given)
+            error = ours.recv()
+        except (EOFError, OSError):
+            error = StartError(f"The daemon of the cluster did not start:\n{process.stderr.read().decode()}")
+        except BaseException:
+            ours.close()  # before the process is waited for, which waits for the options
+            raise
+    if error is not None:
+        ours.close()
+        raise error
+    return DaemonClient(ours)
+
+
+def _daemon_process(connection: int) -> subprocess.Popen[bytes]:
+    """Start the process that forks the daemon, and ends then. The daemon inherits the connection."""
+    return subprocess.Popen(
+        [*PYTHON_MODULE, "distnb.cluster.detached.daemon", str(connection)],
+        env={**os.environ, **import_environment()},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=[connection],
+        start_new_session=True,
+    )
 
 
 def summaries() -> list[ClusterSummary]:

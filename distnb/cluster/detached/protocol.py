@@ -1,7 +1,8 @@
 """The messages between the daemon of a detached cluster and its clients, over a UNIX socket.
 
 Each message is a pickle, since both ends are processes of one user, in a directory that nobody else can enter. A client
-sends requests, and the daemon answers each of them, in any order. The daemon also sends events:
+sends requests, and the daemon answers each of them, in any order, except "stop": the cluster's end is its answer, and
+ends the connection. The daemon also sends events:
 
     client → daemon   DaemonRequest(1, "restart", ([2],))
     daemon → client   DaemonProgress(1, "1 of 1 engine ready")
@@ -100,9 +101,10 @@ class Exited(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """The order to release the cluster, which another notebook takes over."""
+    """The order to release the cluster of this name, which another notebook takes over."""
 
     by: str
+    name: str
 
 
 class Ending(NamedTuple):

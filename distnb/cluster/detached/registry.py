@@ -7,17 +7,20 @@ names its machine. A cluster can be connected to on that machine only.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import itertools
 import json
 import os
 import re
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from distnb.errors import NoClusterError, OptionError, closest
 
-__all__ = ["Entry", "add", "entries", "find", "free_name", "remove"]
+__all__ = ["Entry", "add", "entries", "find", "remove"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
@@ -50,8 +53,11 @@ class Entry:
         if not self.is_here:
             return True
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
             try:
                 probe.connect(self.socket)
+            except BlockingIOError:  # it has many clients that wait
+                return True
             except OSError:
                 return False
         return True
@@ -67,39 +73,48 @@ def _path(name: str) -> Path:
     return _folder() / f"{name}.json"
 
 
-def add(entry: Entry) -> None:
-    """Add a cluster.
+def add(entry: Entry) -> Entry:
+    """Add a cluster, and return its entry. An empty name is replaced by a free one: "cluster-1", "cluster-2", …
 
     Raises:
         OptionError: The name is invalid, or a cluster of this name runs.
     """
-    if not _NAME.fullmatch(entry.name):
+    if entry.name and not _NAME.fullmatch(entry.name):
         raise OptionError(
             f"name={entry.name!r}: give up to 64 letters, digits, dots, dashes and underscores. The first must be a "
             "letter or a digit."
         )
-    _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-    text = json.dumps(dataclasses.asdict(entry))
-    for _ in range(2):
-        try:
-            # The mode is set at creation, and only one of two processes creates the file.
-            descriptor = os.open(_path(entry.name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            _remove_if_ended(entry.name)
-            continue
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        return
-    raise OptionError(
-        f"A detached cluster {entry.name!r} is running. Connect to it (%distnb connect {entry.name}), stop it "
-        f"(distnb stop {entry.name}), or choose another name."
-    )
+    with _locked():
+        if not entry.name:
+            free = (name for number in itertools.count(1) if not _is_taken(name := f"cluster-{number}"))
+            entry = dataclasses.replace(entry, name=next(free))
+        elif _is_taken(entry.name):
+            raise OptionError(
+                f"A detached cluster {entry.name!r} is running. Connect to it (%distnb connect {entry.name}), stop it "
+                f"(distnb stop {entry.name}), or choose another name."
+            )
+        new = _path(f".{entry.name}")  # a reader never sees a part of the file
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(dataclasses.asdict(entry), file)
+        os.replace(new, _path(entry.name))
+    return entry
 
 
-def _remove_if_ended(name: str) -> None:
+def _is_taken(name: str) -> bool:
     found = _read(_path(name))
-    if found is None or not found.is_running:
-        _path(name).unlink(missing_ok=True)
+    return found is not None and found.is_running
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    """Exclude other processes that change the registry: of two that start a cluster of one name, one gets it."""
+    _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(_folder() / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _read(path: Path) -> Entry | None:
@@ -111,7 +126,7 @@ def _read(path: Path) -> Entry | None:
 
 def remove(entry: Entry) -> None:
     """Remove a cluster that ends, unless another one has its name meanwhile."""
-    with suppress(OSError):
+    with suppress(OSError), _locked():
         if _read(_path(entry.name)) == entry:
             _path(entry.name).unlink()
 
@@ -119,7 +134,7 @@ def remove(entry: Entry) -> None:
 def entries() -> list[Entry]:
     """Return the user's detached clusters, the oldest first. Those that were killed are removed."""
     found = []
-    for path in _folder().glob("*.json"):
+    for path in _folder().glob("[!.]*.json"):
         entry = _read(path)
         if entry is not None and entry.is_running:
             found.append(entry)
@@ -147,9 +162,3 @@ def find(name: str) -> Entry:
             "it from a notebook on that machine."
         )
     return known[name]
-
-
-def free_name() -> str:
-    """Return a name that no detached cluster has: "cluster-1", "cluster-2", …"""
-    taken = {entry.name for entry in entries()}
-    return next(name for number in range(1, len(taken) + 2) if (name := f"cluster-{number}") not in taken)

@@ -143,6 +143,13 @@ class Supervision(StateMachine):
         return orders
 
     @transition
+    def lost(self, now: float) -> list[Order]:
+        """Handle the loss of all engines to another notebook, where their programs go on: nothing is ended."""
+        self._programs.clear()
+        self.stuck.clear()
+        return []
+
+    @transition
     def joined(self, engine: int, now: float) -> list[Order]:
         """Handle the start of an engine's process, the first or one that replaces another."""
         self._dead.discard(engine)

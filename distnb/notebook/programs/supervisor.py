@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -161,6 +161,18 @@ class Supervisor:
     def engine_died(self, engine: int, pid: int, exit_status: str) -> None:
         """Handle the end of a process, which the cluster's watcher has reported."""
         self._do(lambda: self._remove(Died(engine, pid, exit_status)))
+
+    def engines_lost(self, deaths: Sequence[Died]) -> None:
+        """Handle the loss of all engines, which another notebook takes over. Their programs go on there."""
+
+        def lose() -> None:
+            self._advance(lambda now: self._state.lost(now))
+            for death in deaths:
+                _logger.info("%s", death)
+                self._report_loss(death)
+                self.events.publish(death)
+
+        self._do(lose)
 
     def publish(self, event: Any) -> None:
         """Publish an event of the notebook, in order with the engines' events."""
