@@ -21,6 +21,7 @@ from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.magics.stop_handler import StopHandler
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose
+from distnb.notebook.namespace.module_watch import FileVersion
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.objects.code import spawned_processes
 from distnb.objects.modes.environment import cell_began
@@ -145,17 +146,15 @@ class Extension:
         self._distribute.leave()
 
 
-def _autoreloaded(shell: InteractiveShell, name: str) -> object:
-    """Return the modification time of a module's file when %autoreload last updated the module, or None.
-
-    %autoreload changes modules in place, so their identity does not show the update.
-    """
+def _autoreloaded(shell: InteractiveShell, name: str) -> FileVersion | None:
+    """Return the version of a module's file that %autoreload has loaded; None if the extension is not loaded."""
     reloader = autoreloader(shell)
     if reloader is None:
         return None
-    version = reloader.modules_mtimes.get(name)
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return None if reloader.failed.get(file) == version else version
+    time = reloader.modules_mtimes.get(name)
+    if reloader.failed.get(getattr(sys.modules.get(name), "__file__", None)) == time:
+        time = None
+    return FileVersion(time, patches=reloader.deduper_reloader.enabled and not reloader.autoload_obj)
 
 
 def _cells_stored(shell: InteractiveShell) -> int:

@@ -108,10 +108,13 @@ class Reloads(NamedTuple):
     Attributes:
         times: The number of reloads.
         in_place: Whether the last reload also changed functions and classes that others hold, as %autoreload does.
+        text_before: The text of the module's file when the notebook found the module, if the last reload changed only
+            the definitions whose text had changed; else "".
     """
 
     times: int = 0
     in_place: bool = False
+    text_before: str = ""
 
 
 class Snapshot(NamedTuple):

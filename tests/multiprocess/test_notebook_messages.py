@@ -268,6 +268,30 @@ def test_modules_changed_by_autoreload_change_on_the_replicas(notebook: Notebook
         notebook.run("%autoreload 0\nsys.path.pop(0)")
 
 
+def test_classes_keep_their_identity_when_autoreload_changes_their_module(notebook: Notebook, tmp_path: Path) -> None:
+    file = tmp_path / "distnb_talk_classes.py"
+
+    def write(version: int) -> None:
+        file.write_text(f"class Thing:\n    def value(self):\n        return {version}\n")
+        os.utime(file, (version, time.time() + version))
+
+    write(1)
+    notebook.run(f"%load_ext autoreload\n%autoreload 2\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})")
+    try:
+        # Only the replicas import the module, which is edited before the next cell.
+        notebook.run(
+            "%%distribute mirrored\nimport distnb_talk_classes as classes\nfrom distnb_talk_classes import Thing"
+        )
+        notebook.run("old = Thing()")
+        for version in (2, 3):
+            write(version)
+            notebook.run("here = old.value(), type(old) is Thing is classes.Thing")
+            notebook.run("%%distribute mirrored\nthere = old.value(), type(old) is Thing is classes.Thing")
+            assert notebook.value("[here, there]") == [(version, True), (version, True)]
+    finally:
+        notebook.run("%autoreload 0\nsys.path.pop(0)")
+
+
 def errors_of(notebook: Notebook, source: str) -> list[str]:
     message = notebook.start(source)
     errors = [content["ename"] for kind, content in notebook.events(message, 60) if kind == "error"]

@@ -718,19 +718,20 @@ def test_a_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypa
     importlib.invalidate_caches()
     importlib.reload(sys.modules["distnb_local_module"])
     snapshot = world.namespace.outgoing("local.value", world.team)
-    assert snapshot.modules["distnb_local_module"] == (1, False)
+    assert snapshot.modules["distnb_local_module"] == (1, False, "")
     known = dict(snapshot.modules)  # sent once
     # %autoreload changes a module in place, so only its file's version shows it. None: a reload failed.
-    version: list[int | None] = [7]
+    version = [module_watch.FileVersion(7, patches=True)]
     module_watch.versions.append(lambda name: version[0] if name == "distnb_local_module" else None)
     try:
-        for version[0], expected in (
-            (7, (1, False)),
-            (8, (2, True)),
-            (None, (2, True)),
-            (8, (2, True)),
-            (9, (3, True)),
+        for time, patches, expected in (
+            (7, True, (1, False, "")),
+            (8, True, (2, True, "value = 1\n")),
+            (None, True, (2, True, "value = 1\n")),
+            (8, True, (2, True, "value = 1\n")),
+            (9, False, (3, True, "")),
         ):
+            version[0] = module_watch.FileVersion(time, patches=patches)
             snapshot = world.namespace.outgoing("local.value", world.team)
             known |= snapshot.modules
             assert known["distnb_local_module"] == expected

@@ -19,6 +19,7 @@ class ModuleReloader:
     def __init__(self) -> None:
         self._followed: dict[str, int] = {}
         self._before: dict[Any, Any] = {}  # autoreload's record of objects to change in place
+        self._patcher: Any = None  # autoreload's reloader that only changes definitions whose text has changed
 
     def follow(self, modules: Mapping[str, Reloads]) -> None:
         """Import modules, or reload those that the notebook has reloaded, by name."""
@@ -30,13 +31,20 @@ class ModuleReloader:
                     importlib.import_module(name)
                 elif reloads.times > self._followed.get(name, 0):
                     importlib.invalidate_caches()
-                    self._reload(known, in_place=reloads.in_place)
+                    self._reload(known, reloads)
             self._followed[name] = max(reloads.times, self._followed.get(name, 0))
 
-    def _reload(self, module: Any, *, in_place: bool) -> None:
-        if not in_place:
+    def _reload(self, module: Any, reloads: Reloads) -> None:
+        if not reloads.in_place:
             importlib.reload(module)
             return
         from IPython.extensions import autoreload
+        from IPython.extensions.deduperreload.deduperreload import DeduperReloader
 
+        if reloads.text_before:
+            if self._patcher is None:
+                self._patcher = DeduperReloader()
+            self._patcher.source_by_modname.setdefault(module.__name__, reloads.text_before)
+            if self._patcher.maybe_reload_module(module):
+                return
         autoreload.superreload(module, old_objects=self._before)

@@ -2,36 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import os
 import site
 import sys
 import sysconfig
+import tokenize
 import types
 from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
 
 from distnb.wire.exchange import Reloads
 
-__all__ = ["ModuleWatch", "State", "reloaded", "state_of", "versions"]
-
-versions: list[Callable[[str], object]] = []
-"""Functions that return the version of a module's file that %autoreload has loaded, by the module's name, or None."""
-
-State = tuple[object, object]
+__all__ = ["FileVersion", "ModuleWatch", "versions"]
 
 
-def state_of(module: types.ModuleType) -> State:
-    """Return two facts about a module that a reload changes: its spec, which is replaced, and its file's version."""
-    version = next((found for ask in versions if (found := ask(module.__name__)) is not None), None)
-    return getattr(module, "__spec__", None), version
+class FileVersion(NamedTuple):
+    """The version of a module's file that %autoreload has loaded.
+
+    Attributes:
+        time: The file's modification time; None if it is unknown, as before %autoreload has seen the module, or after a
+            reload has failed.
+        patches: Whether %autoreload changes only the definitions whose text has changed, so that classes stay the same
+            objects.
+    """
+
+    time: float | None
+    patches: bool = False
 
 
-def reloaded(before: State, now: State) -> Reloads | None:
-    """Return the reload of a module between two states; None if it was not reloaded."""
-    if before[1] is not None and now[1] is not None and before[1] != now[1]:
-        return Reloads(1, in_place=True)
-    return Reloads(1) if before[0] is not now[0] else None
+versions: list[Callable[[str], FileVersion | None]] = []
+"""Functions that return the version of a module's file, by the module's name; None if %autoreload is not loaded."""
+
+
+class _State(NamedTuple):
+    """The state of a module, which a reload changes.
+
+    Attributes:
+        spec: The module's spec. `importlib.reload` replaces it.
+        time: The modification time of the loaded file. %autoreload changes modules in place, so nothing else shows it.
+    """
+
+    spec: object
+    time: float | None
+
+
+def _version_of(name: str) -> FileVersion | None:
+    return next((found for ask in versions if (found := ask(name)) is not None), None)
+
+
+def _text_of(module: types.ModuleType) -> str:
+    """Return the text of a module's file; "" if it cannot be read."""
+    with contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError), tokenize.open(str(module.__file__)) as file:
+        return file.read()
+    return ""
 
 
 @functools.cache
@@ -71,7 +97,8 @@ class ModuleWatch:
     """The detector of reloads of local modules in the notebook, by `importlib.reload` or %autoreload."""
 
     def __init__(self) -> None:
-        self._states: dict[str, State] = {}
+        self._states: dict[str, _State] = {}
+        self._texts: dict[str, str] = {}  # the modules' files as they were when the modules were found
         self._reloads: dict[str, Reloads] = {}
         self._local: dict[str, bool] = {}
         self._newest = 0, ""
@@ -97,23 +124,40 @@ class ModuleWatch:
 
     def local(self) -> list[types.ModuleType]:
         """Return the local modules that are loaded."""
-        self._update()
+        self.update()
         found = [sys.modules.get(name) for name in self._names]
         return [each for each in found if isinstance(each, types.ModuleType)]
 
-    def _update(self) -> None:
-        """Find the local modules again if a module was loaded, which is then the last of thousands in `sys.modules`."""
+    def update(self) -> None:
+        """Find the local modules again if a module was loaded, which is then the last of thousands in `sys.modules`.
+
+        Call this when a program has ended, because a module that it imported may be edited before the next one.
+        """
         newest = len(sys.modules), next(reversed(sys.modules), "")
-        if newest != self._newest:
-            self._newest = newest
-            self._within.clear()
-            loaded = list(sys.modules.items())
-            self._names = [
-                name for name, each in loaded if isinstance(each, types.ModuleType) and self._is_local(name, each)
-            ]
+        if newest == self._newest:
+            return
+        self._newest = newest
+        self._within.clear()
+        loaded = list(sys.modules.items())
+        self._names = [
+            name for name, each in loaded if isinstance(each, types.ModuleType) and self._is_local(name, each)
+        ]
+        for name in self._names:
+            if name not in self._states:
+                self._note(name, sys.modules[name])
+
+    def _note(self, name: str, module: types.ModuleType) -> None:
+        """Note the state of a module that has been loaded."""
+        version = _version_of(name)
+        time = None if version is None else version.time
+        if version is not None and time is None:
+            with contextlib.suppress(OSError):
+                time = os.stat(str(module.__file__)).st_mtime
+        self._states[name] = _State(getattr(module, "__spec__", None), time)
+        self._texts[name] = _text_of(module)
 
     def _submodules(self, name: str, attributes: Collection[str]) -> list[str]:
-        self._update()
+        self.update()
         prefix = name + "."
         if name not in self._within:
             within = self._within[name] = {}
@@ -125,14 +169,15 @@ class ModuleWatch:
         return [module for module in found if all(part in attributes for part in module[len(prefix) :].split("."))]
 
     def _count(self, name: str, module: types.ModuleType) -> Reloads:
-        now = state_of(module)
-        before = self._states.setdefault(name, now)
+        """Return the reloads of a module so far."""
+        before, version = self._states[name], _version_of(name)
+        time = version.time if version is not None and version.time is not None else before.time
+        now = self._states[name] = _State(getattr(module, "__spec__", None), time)
         known = self._reloads.get(name, Reloads())
-        again = reloaded(before, now)
-        if again is not None:
-            known = self._reloads[name] = Reloads(known.times + 1, again.in_place)
-        # An unknown version (after a failed reload) does not count as a change.
-        self._states[name] = now[0], before[1] if now[1] is None else now[1]
+        in_place = before.time is not None and now.time != before.time
+        if in_place or now.spec is not before.spec:
+            text = self._texts[name] if version is not None and version.patches and in_place else ""
+            known = self._reloads[name] = Reloads(known.times + 1, in_place=in_place, text_before=text)
         return known
 
     def _is_local(self, name: str, module: types.ModuleType) -> bool:

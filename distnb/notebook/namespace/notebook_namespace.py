@@ -190,6 +190,7 @@ class NotebookNamespace:
             tracked.outstanding.pop(snapshot.serial, None)
         if len(results) < tracked.size:
             tracked.resend_all()
+        self._modules.update()
         return result
 
     def open_error(self, pack: Packed) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.wire.messages import InputRequest
 
 if TYPE_CHECKING:
+    from distnb.notebook.namespace.module_watch import FileVersion
     from distnb.notebook.views.runs import History
     from distnb.notebook.views.watch import Watch
 
@@ -37,8 +38,8 @@ class FrontEnd:
         ask: Asks the user for a line on the main thread. Raises EOFError at the end of the input.
         watch: Shows an object, such as a coordinator, in the cell that uses it. Called with the object, and a function
             that creates its `Watch`.
-        module_version: Returns the version of the file that a module was loaded from, if the front end reloads modules;
-            None if the version is unknown.
+        module_version: Returns the version of the file that a module was loaded from; None if the front end does not
+            reload modules.
         history: The runs that the front end drew.
     """
 
@@ -49,5 +50,5 @@ class FrontEnd:
     callers_lines: Callable[[BaseException], list[str]] = lambda error: []
     ask: Callable[[InputRequest], str] = ask_here
     watch: Callable[[Any, Callable[[Any], Watch]], None] = lambda subject, make: None
-    module_version: Callable[[str], object] = lambda name: None
+    module_version: Callable[[str], FileVersion | None] = lambda name: None
     history: History | None = None
