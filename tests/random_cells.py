@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -245,11 +246,26 @@ class Drawn:
         return Cell("\n".join(lines) or "pass", self.where == "there", raises)
 
 
+_BINDS = re.compile(r"\w+(, \w+)? \S?= |del \w+$|for |_call|.*\n")
+
+
+def changed_by_one(cells: list[Drawn], seed: int) -> list[Drawn]:
+    """Return a sequence of which many cells only change objects, on replica 0 alone."""
+    draw = random.Random(seed)
+    return [_by_one(cell) if cell.where == "there" and draw.random() < 0.7 else cell for cell in cells]
+
+
+def _by_one(cell: Drawn) -> Drawn:
+    changes = [each for each in cell.statements if not _BINDS.match(each.text)]
+    alone = tuple(Statement(each.number, f"if rid() == 0: {each.text}") for each in changes)
+    return Drawn(alone, cell.where)
+
+
 # -- drawing -----------------------------------------------------------------------------------------------------------
 
 
-def draw_cells(seed: int) -> list[Drawn]:
-    """Return a sequence of cells drawn from a seed."""
+def draw_cells(seed: int, *, tensors: bool = True) -> list[Drawn]:
+    """Return a sequence of cells drawn from a seed, with or without tensors."""
     draw = random.Random(seed)
     guide: dict[str, Any] = {"_call": lambda function, *args: function(*args)}
     exec(SETUP, guide)
@@ -266,7 +282,7 @@ def draw_cells(seed: int) -> list[Drawn]:
         where = "there" if draw.random() < 0.6 else "here"
         statements = []
         for _ in range(draw.randrange(1, 6)):
-            text = _statement(draw, guide, calls=where == "here")
+            text = _statement(draw, guide, calls=where == "here", tensors=tensors)
             statements.append(Statement(number, text))
             number += 1
         until = draw.randrange(len(statements)) if where == "there" and draw.random() < 0.1 else None
@@ -274,9 +290,11 @@ def draw_cells(seed: int) -> list[Drawn]:
     return cells
 
 
-def _statement(draw: random.Random, guide: dict[str, Any], *, calls: bool) -> str:
+def _statement(draw: random.Random, guide: dict[str, Any], *, calls: bool, tensors: bool) -> str:
     while True:
         text = _drawn_text(draw, guide)
+        if "torch" in text and not tensors:
+            continue
         if "_call" in text and not calls:
             continue
         if ".numpy()" in text and calls:

@@ -649,6 +649,12 @@ SEQUENCES: dict[str, list[Cell]] = {
         distributed("same = d['x'] is c[0] is l[0]\nd['x']['m'] = 1"),
         ordinary("n = len(x)"),
     ],
+    "attributes in another order": [
+        ordinary("class A:\n    pass\na = A()\na.x = 1\na.y = 2"),
+        distributed("del a.x\na.x = 3"),
+        ordinary("r = list(vars(a))\ndel a.y\na.y = 1"),
+        distributed("q = list(vars(a))"),
+    ],
     **MODES,
     **SHARING,
 }

@@ -72,10 +72,17 @@ class Merge:
     Args:
         counterparts: The existing object by the `id()` of the object that arrived for it.
         substitutes: Objects that replace arrived objects, by the `id()` of the arrived object.
+        versions: Arrived objects that are merged instead of other arrived objects, by the `id()` of the other ones.
     """
 
-    def __init__(self, counterparts: Mapping[int, Any], substitutes: Mapping[int, Any] | None = None) -> None:
+    def __init__(
+        self,
+        counterparts: Mapping[int, Any],
+        substitutes: Mapping[int, Any] | None = None,
+        versions: Mapping[int, Any] | None = None,
+    ) -> None:
         self._counterparts = counterparts
+        self._versions = versions or {}
         self._done: dict[int, Any] = dict(substitutes or {})
         self._kept: list[Any] = []  # keeps arrived objects alive, since an `id()` is reused after an object's end
 
@@ -86,6 +93,9 @@ class Merge:
             return new
         if key in self._done:
             return self._done[key]
+        version = self._versions.get(key, new)
+        if version is not new:
+            return self.merged(version)
         self._kept.append(new)
         old = self._counterparts.get(key, _NOTHING)
         if kind is Placeholder:
@@ -108,6 +118,10 @@ class Merge:
     def final(self, new: Any) -> Any:
         """Return the object into which an arrived object was merged, or the arrived object itself."""
         return self._done.get(id(new), new)
+
+    def has_merged(self, new: Any) -> bool:
+        """Return whether an arrived object was reached and merged."""
+        return id(new) in self._done
 
     def all(self, items: Iterable[Any]) -> list[Any]:
         """Return the merged objects of several arrived ones."""
@@ -265,9 +279,8 @@ class Merge:
                 if isinstance(own_state, dict):  # only the attributes in it were sent
                     kept = {name: attributes[name] for name in own_state if name in attributes}
             merged = {name: self.merged(value) for name, value in kept.items()}
-            if kept is attributes:
-                for name in target.__dict__.keys() - merged.keys():
-                    del target.__dict__[name]
+            if kept is attributes and list(target.__dict__) != list(merged):
+                target.__dict__.clear()  # the order of attributes counts, too
             target.__dict__.update(merged)
         for name in copyreg._slotnames(type(new)):  # type: ignore[attr-defined]
             if hasattr(new, name):

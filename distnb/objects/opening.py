@@ -57,7 +57,7 @@ class Opener:
         roots: A list with one value for each name that was read.
         failed: The error of each value that could not be opened, by name.
         new_classes: The classes that were created.
-        held_classes: The known classes, each with the state that arrived for it.
+        held_classes: The known classes, each after the name of the value that brought it, with the state that arrived.
         new_memories: The blocks of memory that were created.
         referred: The objects behind references: handles, and objects that stay here. They did not arrive.
         parts_used: The parts of earlier packs to whose objects this pack refers by number.
@@ -74,7 +74,7 @@ class Opener:
         self.roots: list[Any] = []
         self.failed: dict[str, Exception] = {}
         self.new_classes: list[type] = []
-        self.held_classes: list[tuple[type, dict[str, Any]]] = []
+        self.held_classes: list[tuple[str, type, dict[str, Any]]] = []
         self.new_memories: list[MemoryBlock] = []
         self.referred: list[Any] = []
         self.parts_used: set[int] = set()
@@ -82,6 +82,7 @@ class Opener:
         self.named: dict[str, ByOpener] = {}
         self._in_place = in_place
         self._writes = False
+        self._name = ""
         self._bare_classes: set[type] = set()  # new classes that have no attributes yet
         self._side = side
         self._place = place
@@ -97,7 +98,7 @@ class Opener:
 
     def load(self, name: str) -> Any:
         """Read the next value, which belongs to `name`, and return it as it arrived."""
-        start, self._writes = self._file.tell(), self._in_place and name in self.agreed
+        start, self._writes, self._name = self._file.tell(), self._in_place and name in self.agreed, name
         try:
             root = self._reader.load()
         except Exception as error:  # the user's classes may raise any error  # noqa: BLE001
@@ -210,7 +211,7 @@ class Opener:
             self.new_classes.append(cls)
             cloudpickle_internals.fill_class(cls, (state, {}))
         else:  # a known class is merged when all values have been read
-            self.held_classes.append((cls, state))
+            self.held_classes.append((self._name, cls, state))
 
     def make_type_variable(
         self, identity: str, name: str, constraints: Any, bound: Any, kinds: dict[str, bool], module: str

@@ -36,7 +36,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -48,7 +48,7 @@ from distnb.objects.opening import Opener, is_lost, pairs_in
 from distnb.objects.packing import OFFSET_BITS, Packed, Packer
 from distnb.objects.placeholder import Placeholder, cure_for, label_of, refusal
 
-__all__ = ["Tracker", "part_of"]
+__all__ = ["Copies", "Tracker", "part_of"]
 
 # The bits of a number, from the lowest on: OFFSET_BITS for the place in the part, 64 for the name's digest, and the
 # serial of the pack.
@@ -194,6 +194,13 @@ class _Table:
                 found += -obj.nbytes if self.names[self._index_of(place)] in self.wanted else obj.nbytes
         return found
 
+    def put(self, number: int, obj: Any) -> None:
+        """Give a number to another object, which represents the earlier one from now on."""
+        place = self._starts[self._indices[number >> OFFSET_BITS]] + (number & _OFFSETS)
+        if self.objects[place] is not obj:
+            self.objects[place] = obj
+            self._numbers = None
+
     def name_of(self, number: int) -> str:
         """Return the name of the value that brought an object."""
         return self.names[self._indices[number >> OFFSET_BITS]]
@@ -221,6 +228,36 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+class _Copy(NamedTuple):
+    """An object of a pack as it arrived.
+
+    Attributes:
+        number_there: Its number at the other end.
+        obj: The object. A class is this end's own.
+        state: The attributes of a class as they arrived; None for another object.
+    """
+
+    number_there: int
+    obj: Any
+    state: dict[str, Any] | None
+
+
+class Copies(NamedTuple):
+    """The content of a pack as it arrived.
+
+    Attributes:
+        roots: The values by name.
+        objects: The objects that this end knows, by their numbers here.
+        failed: The error of each value that could not be opened, by name.
+        new_classes: The classes that were created.
+    """
+
+    roots: dict[str, Any]
+    objects: dict[int, _Copy]
+    failed: dict[str, Exception]
+    new_classes: list[type]
+
+
 class Tracker:
     """An end of the pair.
 
@@ -234,6 +271,7 @@ class Tracker:
         self._place = place
         self._records: dict[str, _Record] = {}
         self._tables: dict[int, _Table] = {}
+        self._tentative: _Table | None = None  # the objects of the latest pack, which have earlier numbers, too
         self._shrunk: set[int] = set()  # the serials of tables with values that recently ceased to be wanted
         self._memories = MemoryBlocks()
 
@@ -302,6 +340,8 @@ class Tracker:
         digests: Digests,
         lacking: Iterable[str],
         held: dict[str, set[str]] | None = None,
+        *,
+        tentative: bool = False,
     ) -> Packed:
         """Pack the values that the other end lacks, and record that it has them.
 
@@ -311,6 +351,8 @@ class Tracker:
             digests: The digests of the values.
             lacking: The names of the lacking values.
             held: A dict that receives, for each packed name, the names of the values that brought objects in its value.
+            tentative: True if the other end may refuse the new numbers. The objects keep their earlier numbers, too,
+                until `settle`.
         """
         names = list(lacking)
         kept = {name for name in values if name in self._records} - set(names)
@@ -363,10 +405,25 @@ class Tracker:
         if held is not None and pairs:
             for within, found in packed.parts_within().items():
                 held.setdefault(within, set()).update(self.name_of(part << OFFSET_BITS) for part in found)
-        self._add(_Table(packed, roots, packer))
+        table = _Table(packed, roots, packer)
+        if tentative:
+            self._tentative = self._tables[table.serial] = table
+        else:
+            self._add(table)
         for name in names:
             self._records[name] = _Record(values[name], digests.by_name[name], parts_of(values[name]))
         return packed
+
+    def settle(self, refused: Collection[int] = ()) -> None:
+        """End the use of the earlier numbers of values that were packed tentatively.
+
+        Args:
+            refused: The parts of packs whose numbers the other end does not use. Their values keep the earlier numbers.
+        """
+        table, self._tentative = self._tentative, None
+        if table is not None and self._tables.pop(table.serial, None) is not None:
+            table.wanted = {name for name in table.wanted if part_of(table.serial, name) not in refused}
+            self._add(table)
 
     def _parts_of_classes(self, classes: Mapping[str, type]) -> set[int]:
         """Return the `id()`s of classes and of all objects within them."""
@@ -471,7 +528,9 @@ class Tracker:
         if substitutes:
             places = [(place, number) for place, number in pairs_in(packed) if number in substitutes]
             taken |= {id(table.objects[place]): substitutes[number] for place, number in places}
-        held_classes = [] if packed.copies else opener.held_classes
+        held_classes = [
+            (cls, state) for name, cls, state in opener.held_classes if name in opener.agreed and not packed.copies
+        ]
         if counterparts or held_classes or opener.new_classes:
             objects = table.objects if common else {}
             merge = Merge(counterparts, taken)
@@ -504,19 +563,74 @@ class Tracker:
                     found[id(new)] = old
         return found
 
-    def copies(self, packed: Packed) -> list[tuple[int, int, Any]]:
-        """Return (number here, number there, object as it arrived) for each object of a pack that this end knows."""
+    def copies(self, packed: Packed) -> Copies:
+        """Return the content of a pack as it arrived."""
         opener = self.opening(packed, ())
         for name in packed.names:
             opener.load(name)
         table = _Table(packed, opener.roots, opener)
         objects = table.objects
+        states = {id(cls): state for _, cls, state in opener.held_classes}
+        for name in opener.bound:
+            self.side.user_ns.pop(name, None)
         opener.close()
-        return [
-            (number, table.number_at(place), objects[place])
-            for place, number in pairs_in(packed)
-            if place in objects and self._has(number)
-        ]
+        return Copies(
+            roots={name: root[0] for name, root in zip(packed.names, opener.roots, strict=True)},
+            objects={
+                number: _Copy(table.number_at(place), objects[place], states.get(id(objects[place])))
+                for place, number in pairs_in(packed)
+                if place in objects and not is_lost(objects[place]) and self._has(number)
+            },
+            failed=opener.failed,
+            new_classes=opener.new_classes,
+        )
+
+    def merge_copies(
+        self,
+        names: Collection[str],
+        copies: Sequence[Copies],
+        sources: Mapping[int, Copies],
+        substitutes: Mapping[int, Any],
+    ) -> tuple[dict[str, Any], dict[str, Exception]]:
+        """Merge values of which several packs contain versions. Return the values, and the errors, by name.
+
+        The other ends no longer have equal values, so each value is sent again when it is next read.
+
+        Args:
+            names: The names of the values.
+            copies: The packs. An object is taken from the first pack that contains it.
+            sources: The packs from which other objects are taken, by number.
+            substitutes: Objects that replace others, by number.
+        """
+        counterparts, versions, taken = dict[int, Any](), dict[int, Any](), dict[int, Any]()
+        states: dict[type, dict[str, Any]] = {}
+        chosen: dict[int, Any] = {}
+        for each in copies:
+            for number, (_, obj, state) in each.objects.items():
+                source = sources.get(number, each)
+                if state is not None and source is each:
+                    states.setdefault(obj, state)
+                elif number in substitutes:
+                    taken[id(obj)] = substitutes[number]
+                elif state is None:
+                    chosen.setdefault(number, source.objects[number].obj)
+                    versions[id(obj)] = chosen[number]
+                    counterparts[id(chosen[number])] = self.find(number)
+        merge = Merge(counterparts, taken, versions)
+        values = dict[str, Any]()
+        failed = {name: error for each in copies for name, error in each.failed.items() if name in names}
+        for name, root in ((name, root) for each in copies for name, root in each.roots.items()):
+            if name in names and name not in values and name not in failed:
+                try:
+                    values[name] = merge.merged(root)
+                    self._records[name].digest = b""  # an empty digest differs from every other
+                except Exception as error:  # the user's classes may raise any error  # noqa: BLE001
+                    failed[name] = error
+        merge.classes(states.items(), (cls for each in copies for cls in each.new_classes))
+        for number, obj in chosen.items():
+            if merge.has_merged(obj):
+                self._table_of(number).put(number, merge.final(obj))
+        return values, failed
 
     def _has(self, number: int) -> bool:
         """Return whether a number belongs to an object here. An object that was sent again has a newer number."""
@@ -598,12 +712,13 @@ class Tracker:
 
     def clear(self) -> None:
         """Forget everything: the other end has no values."""
+        self._tentative = None
         self._records.clear()
         self._tables.clear()
 
     def number_of(self, obj: Any) -> int | None:
-        """Return the number of an object that the other end has, or None."""
-        for table in self._tables.values():
+        """Return the latest number of an object that the other end has, or None."""
+        for table in reversed(self._tables.values()):
             number = table.numbers.get(id(obj))
             if number is not None:
                 return number

@@ -145,6 +145,49 @@ def test_equally_changed_objects_remain_shared_if_others_are_changed_differently
     assert world.notebook.user_ns["history"] == [[1, 2, 3]]
 
 
+def test_a_change_by_the_last_replica_alone_is_everybodys(world: DoubleWorld) -> None:
+    here(world, "cfg = {'a': [1]}\nrows = [cfg]")
+    there(world, "if rid() == 1:\n    cfg['a'].append(2)\n    cfg['b'] = 3")
+    ns = world.notebook.user_ns
+    assert ns["cfg"] == {"a": [1, 2], "b": 3}
+    there(world, "seen = repr(cfg), rows[0] is cfg\ncfg['a'].append(4)")
+    assert ns["seen"] == ("{'a': [1, 2], 'b': 3}", True)
+    assert ns["rows"][0] is ns["cfg"] == {"a": [1, 2, 4], "b": 3}
+    assert not world.notices
+
+
+def test_each_object_that_one_replica_changes_is_everybodys(world: DoubleWorld) -> None:
+    here(world, "box = {'a': [], 'b': [], 'c': []}\na, b, c = box.values()")
+    there(world, "[a, b][rid()].append(rid())\nbox['c'].append(rid())")
+    ns = world.notebook.user_ns
+    assert (ns["a"], ns["b"]) == ([0], [1])
+    assert isinstance(ns["c"], RemotePerReplica)
+    assert len(world.notices) == 1
+    assert "`c` was changed differently" in world.notices[0]
+    assert "strategy.local_results(c)" in world.notices[0]
+    there(world, "seen = (box['a'], box['b'], box['c'][0])\na.append(5)")
+    assert ns["seen"].values == (([0, 5], [1], 0), ([0, 5], [1], 1))
+    assert ns["box"]["a"] is ns["a"] == [0, 5]
+
+
+def test_a_change_in_a_call_by_one_replica_is_everybodys(world: DoubleWorld) -> None:
+    here(world, "log = []\ndef step(x):\n    if rid():\n        log.append(x)\n    return len(log)")
+    ns = world.notebook.user_ns
+    assert world.call(ns["step"], 1).values == (0, 1)
+    assert ns["log"] == [1]
+    assert world.call(ns["step"], 2).values == (1, 2)
+    assert ns["log"] == [1, 2]
+
+
+def test_a_tensor_that_one_replica_adds_to_a_list_makes_it_a_handle(world: DoubleWorld) -> None:
+    here(world, "kept, n = [], []")
+    there(world, "import torch\nif rid():\n    kept.append(torch.ones(1))\n    n.append(1)")
+    ns = world.notebook.user_ns
+    assert ns["n"] == [1]
+    assert ns["kept"].values == ([], [torch.ones(1)])
+    assert ["`kept` was changed differently" in notice for notice in world.notices] == [True]
+
+
 def test_a_list_made_by_a_replica_can_be_changed_differently(world: DoubleWorld) -> None:
     there(world, "xs = [1]\nholder = {'xs': xs}\nkeep = [1]")
     ns = world.notebook.user_ns

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from distnb.notebook.handles.handle import HANDLES
 from tests.sequences import SEQUENCES
-from tests.worlds import DoubleWorld, PlainWorld, compare, modes_kept, run_all
+from tests.value_sequences import CHANGED_BY_ONE
+from tests.worlds import Cell, DoubleWorld, PlainWorld, compare, modes_kept, run_all
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +20,19 @@ def _one_thread() -> None:
 @pytest.mark.parametrize("replicas", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 3))])
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_sequences_of_cells_behave_as_in_one_ipython(name: str, replicas: int) -> None:
-    cells = SEQUENCES[name]
+    _compare(SEQUENCES[name], replicas)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", CHANGED_BY_ONE)
+def test_a_change_by_one_replica_is_everybodys(name: str, replicas: int) -> None:
+    double = _compare(CHANGED_BY_ONE[name], replicas)
+    assert [name for name, value in double.names().items() if isinstance(value, HANDLES)] == []
+    assert double.notices == []
+
+
+def _compare(cells: list[Cell], replicas: int) -> DoubleWorld:
     plain = PlainWorld()
     with modes_kept():
         run_all(plain, cells)
@@ -26,3 +40,4 @@ def test_sequences_of_cells_behave_as_in_one_ipython(name: str, replicas: int) -
     with modes_kept():
         run_all(double, cells)
     compare(plain.names(), double.names())
+    return double

@@ -143,6 +143,7 @@ class EngineNamespace:
                 with contextlib.suppress(KeyError):  # an engine that was replaced meanwhile does not have the object
                     found = objects.tracker.find(given) if isinstance(given, int) else objects.owned[given]
                     objects.own(identity, found)
+        objects.tracker.settle(snapshot.unlike_parts)
         if snapshot.unlike_parts:
             objects.tracker.retire_numbers(snapshot.unlike_parts)
         for old, new in snapshot.renamed.items():
@@ -323,7 +324,7 @@ class EngineNamespace:
             # come before those that do, which may fail.
             instances = describer.surveyor.instances
             lacking = sorted([*names, *sent], key=lambda name: (not is_code(every[name]), bool(instances.get(name))))
-            pack = tracker.pack(serial << 1 | 1, every, digests, lacking, held)
+            pack = tracker.pack(serial << 1 | 1, every, digests, lacking, held, tentative=True)
         finally:
             objects.references.register = None
         describer.note_held(held)

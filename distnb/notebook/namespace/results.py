@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.handles.handle import HANDLES, RemoteState, change_kind, make_handle, state_of_handle
-from distnb.notebook.namespace.differences import differing
+from distnb.notebook.namespace.differences import changes_of
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.output.wording import human_bytes
 from distnb.objects.code.definitions import is_code
@@ -59,6 +59,7 @@ class Results:
         self._serial = self._first.serial
         self._sent: dict[str, Any] = {}
         self._different: dict[int, Any] = {}
+        self._numbers: dict[int, dict[int, int]] = {}  # the notebook's numbers of objects, by replica and number there
         self._plain: dict[int, dict[str, Any]] = {}
         self._failed: dict[str, Exception] = {}
         self._objects: dict[int, dict[ObjectId | None, str]] = {}  # names of engine objects, by replica and id
@@ -129,46 +130,89 @@ class Results:
 
     def _open_packs(self) -> None:
         """Merge the values that the replicas sent. Objects that they changed differently become handles."""
-        every, tracker = list(self._results.values()), self._tracked.tracker
+        every = list(self._results.values())
         names = {name for results in every for name in results.changed}
         alike = {name for name in names if len({results.changed.get(name) for results in every}) == 1}
         sent = {name for results in every if results.pack is not None for name in results.pack.names}
         for name in names - sent:
             self._handles_by_name((name,), "now holds too many tensors, or other objects that stay on the replicas")
         names, alike = names & sent, alike & sent
-        substitutes = self._different
-        if unlike := names - alike:
-            every_pack = {replica: results.pack for replica, results in self._results.items()}
-            packs = {replica: pack for replica, pack in every_pack.items() if pack is not None and pack.data}
-            if len(packs) == len(every):
-                substitutes |= self._handles_for(differing(tracker, packs))
-            if not substitutes:
-                self._handles_by_name(unlike)
-                names = alike
+        merged = self._merge_versions(names - alike) if names - alike else set()
         if self._first.pack is not None and self._first.pack.data:
-            self._open_pack(self._first.pack, names, alike, in_place=not unlike)
+            self._open_pack(self._first.pack, alike, in_place=not names - alike, merged=merged)
         else:
-            self._forget_parts(set())
+            self._forget_parts(merged=merged)
 
-    def _open_pack(self, pack: Packed, names: set[str], alike: set[str], *, in_place: bool) -> None:
+    def _merge_versions(self, names: set[str]) -> set[str]:
+        """Merge the values that only some replicas changed, or that they changed differently.
+
+        The change of an object is everybody's if the replicas that changed the object did the same. Otherwise the
+        object becomes a handle.
+
+        Args:
+            names: The names of the values.
+
+        Returns:
+            The names of the values that the notebook has merged. The others became handles as a whole.
+        """
+        tracker, every = self._tracked.tracker, self._results
+        unshared = {name for name in names if self._holds_unshared(name)}
+        self._handles_by_name(unshared)
+        names = {name for name in names - unshared if name in tracker}
+        changed = {replica: names & results.changed.keys() for replica, results in every.items()}
+        copies = {
+            replica: tracker.copies(pack)
+            for replica, results in every.items()
+            if changed[replica] and (pack := results.pack) is not None
+        }
+        digests = {
+            name: {every[replica].changed[name] for replica in every if name in changed[replica]} for name in names
+        }
+        unlike = {name for name in names if len(digests[name]) > 1}
+        alike: Mapping[int, Any] = {}
+        if unlike:
+            alike, different = changes_of(tracker, copies, names)
+            self._different = self._handles_for(different)
+            if not (alike or different):  # the difference was not found, or there are too many objects
+                self._handles_by_name(unlike)
+                names -= unlike
+        for replica, each in copies.items():
+            self._numbers[replica] = {copy.number_there: number for number, copy in each.objects.items()}
+        values, failed = tracker.merge_copies(names, list(copies.values()), alike, self._different)
+        for name, error in failed.items():
+            self._announce(_cannot_be_opened(name.partition("#")[0], error))
+        self._handles_by_name(failed)
+        self._rebind(values)
+        return set(values)
+
+    def _holds_unshared(self, name: str) -> bool:
+        """Return whether the program put an object that stays on the replicas into a value on some of them only."""
+        made = [
+            {identity for identity in results.fresh if identity[1].rpartition("*")[0] == name}
+            for results in self._results.values()
+        ]
+        return any(each != made[0] for each in made)
+
+    def _open_pack(self, pack: Packed, names: set[str], *, in_place: bool, merged: set[str]) -> None:
         """Open the first replica's pack.
 
         Args:
-            names: The names of the notebook's values that the program changed, and that are updated.
-            alike: The names of the values that all replicas changed alike.
+            names: The names of the notebook's values that all replicas changed alike, and that are updated.
             in_place: Whether the notebook's memory is overwritten while the pack is read, which requires that all
                 values were changed alike.
+            merged: The names of the values that were changed otherwise, and have been merged.
         """
         tracker, sent = self._tracked.tracker, self._agreed_sent()
-        agreed = [name for name in pack.names if name in sent or name in names]
+        classes = {name for name in pack.names if name[0] == "%"} - merged
+        agreed = [name for name in pack.names if name in sent or name in names or name in classes]
         opening = tracker.opening(pack, agreed, in_place=in_place)
         for name in pack.names:
             value = opening.load(name)
             if name in sent and is_code(value):
                 self._user_ns[name] = value
         failed = self._failed = opening.failed
-        common = self._common((sent | alike).intersection(agreed) - failed.keys())
-        values = tracker.merge(opening, self._different, common)
+        common = self._common((sent | names).intersection(agreed) - failed.keys())
+        values = tracker.merge(opening, common=common)
         common -= failed.keys()  # merging may have added some
         self._sent = {name: values[name] for name in sent if name not in failed}
         for name, error in failed.items():
@@ -177,7 +221,7 @@ class Results:
                 self._handles_by_name((name,))
         self._rebind({name: values[name] for name in agreed if name in names - failed.keys()})
         tracker.accept({name: values[name] for name in common})
-        self._forget_parts(common)
+        self._forget_parts(common, merged=merged)
 
     def _common(self, names: set[str]) -> set[str]:
         """Return the names whose objects have the same numbers on all replicas, since they were packed alike."""
@@ -186,19 +230,25 @@ class Results:
         sizes = [results.pack.sizes if results.pack is not None else {} for results in self._results.values()]
         return {name for name in names if len({size.get(name) for size in sizes}) == 1}
 
-    def _forget_parts(self, common: set[str]) -> None:
-        """Have the engines forget the values that they packed, except under these names."""
+    def _forget_parts(self, common: Collection[str] = (), *, merged: Collection[str]) -> None:
+        """Have the engines forget the values that they packed.
+
+        Args:
+            common: The names of values that stay, with their new numbers.
+            merged: The names of values that stay with their earlier numbers.
+        """
         packs = [results.pack for results in self._results.values() if results.pack is not None]
         gone = {(pack.serial, name) for pack in packs for name in pack.names if name not in common}
         self._tracked.unlike_parts.update(part_of(serial, name) for serial, name in gone)
-        self._forget(name for _, name in gone)
+        self._forget(name for _, name in gone if name not in merged)
 
     def _handles_for(self, differing: Mapping[int, Mapping[int, int]]) -> dict[int, Any]:
         """Create handles of objects that the replicas changed differently, by number, and bind the objects' names."""
         found = {}
         for number, given in differing.items():
             identity = (self._serial, f"#{number}")
-            self._tracked.adopt[identity] = dict(given)
+            # The other replicas have left the object as it was, with the notebook's number.
+            self._tracked.adopt[identity] = {replica: given.get(replica, number) for replica in self._results}
             found[number] = self._handle_of_different(identity, self._tracked.tracker.find(number))
         return found
 
@@ -221,8 +271,8 @@ class Results:
             self._tracked.bound.assign(name, handle)
         what = f"`{names[0]}`" if names else f"A {type(old).__qualname__} in the notebook"
         self._announce(
-            f"distnb: {what} {what_happened}. It is now a PerReplica handle of the replicas' versions; "
-            "strategy.local_results returns them."
+            f"distnb: {what} {what_happened}. It is now a PerReplica handle of the replicas' versions. Get them with "
+            f"strategy.local_results({names[0] if names else 'value'}), replica 0's with [0]."
         )
         return handle
 
@@ -300,14 +350,12 @@ class Results:
                 return self._sent[path]
             elif first.kind == "sent" and first.value in self._different:
                 return self._different[first.value]
+            elif first.kind == "sent" and (found := self._tracked_object(described)) is not MISSING:
+                return found
             elif first.kind == "sent" and len({one.digest for one in described.values()}) == 1:
                 return self._replacement(name, path, described, self._failed.get(path))
-            elif first.kind == "tracked" and len({one.value for one in described.values()}) == 1:
-                tracker = self._tracked.tracker
-                with contextlib.suppress(KeyError):
-                    # An object of a forgotten value is not returned: changes here would not be sent.
-                    if tracker.name_of(first.value) in tracker:
-                        return tracker.find(first.value)
+            elif first.kind == "tracked" and (found := self._tracked_object(described)) is not MISSING:
+                return found
             elif (
                 first.kind == "object"
                 and first.identity is not None
@@ -316,6 +364,18 @@ class Results:
                 found = self._tracked.handle(first.identity)
                 return found if found is not None else self._handle(first.identity, described, name=name)
         return self._mixed(name, described, path)
+
+    def _tracked_object(self, described: Mapping[int, Described]) -> Any:
+        """Return the notebook's object that is described by its number, or MISSING."""
+        tracker = self._tracked.tracker
+        numbers = {self._numbers.get(replica, {}).get(one.value, one.value) for replica, one in described.items()}
+        number = numbers.pop()
+        if not numbers and number is not None:
+            with contextlib.suppress(KeyError):
+                # An object of a forgotten value is not returned: changes here would not be sent.
+                if tracker.name_of(number) in tracker:
+                    return tracker.find(number)
+        return MISSING
 
     def _plain_value(self, replica: int, path: str, described: Described) -> Any:
         pack = self._results[replica].plain
