@@ -64,6 +64,7 @@ __all__ = [
     "OptionError",
     "OutOfSyncError",
     "ProgramAborted",
+    "ProgramInterrupted",
     "ProgramError",
     "RemoteError",
     "ReplicaStuck",
@@ -228,3 +229,7 @@ class MessageError(DistnbError, ValueError):
 
 class ProgramAborted(BaseException):
     """The end of this replica's program, because another replica failed or the user interrupted."""
+
+
+class ProgramInterrupted(ProgramAborted, KeyboardInterrupt):
+    """The end of this replica's program, because the user interrupted. `except KeyboardInterrupt` catches it."""

@@ -442,6 +442,7 @@ class Agent:
         profile = Profile() if message.profiled else None
         self._telemetry.detailed = message.detailed
         failed: BaseException | None = None
+        caught = False
         there = set(multiprocessing.active_children())
 
         def body() -> None:
@@ -456,10 +457,11 @@ class Agent:
                     self._executor.run(message.source, message.filename, message.function)
                     self._namespace.refuse_placeholders(mark)
             self._shell.events.trigger("post_execute")  # figures that were drawn are shown now
-            groups.program_completed()
+            self._completed()
 
         try:
             self._guard.call(program, body)
+            caught = self._guard.caught
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
             failed = error
             if self._guard.interrupted:
@@ -474,7 +476,7 @@ class Agent:
         try:
             if failed is None:
                 changed = self._process.changed_by_hand()
-                return Reply(program=program, status="ok", value=results, changed=changed, profile=trace)
+                return Reply(program=program, status="ok", value=results, changed=changed, profile=trace, caught=caught)
             return self.failed(program, failed, results)._replace(profile=trace)
         finally:
             failed = interrupt = None  # its traceback holds this frame: a cycle would keep all objects of the cell
@@ -544,7 +546,7 @@ class Agent:
             self.join(team, replica, nothing_new=nothing_new)
             groups.program_began(program)
             value = body()
-            groups.program_completed()
+            self._completed()
             return value
 
         try:
@@ -553,7 +555,15 @@ class Agent:
             groups.program_failed()
             results, _ = self._described(program, self._namespace.abandon_call)
             return self.failed(program, error, results)
-        return Reply(program=program, status="ok", value=value, steps=step_count.steps - before)
+        caught = self._guard.caught
+        return Reply(program=program, status="ok", value=value, steps=step_count.steps - before, caught=caught)
+
+    def _completed(self) -> None:
+        """End a program without an error. If it caught the user's interrupt, its collectives have been ended."""
+        if self._guard.caught:
+            groups.program_failed()
+        else:
+            groups.program_completed()
 
     # -- the debugger ----------------------------------------------------------------------------------------------
 

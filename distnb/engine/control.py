@@ -18,6 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from distnb.wire.messages import (
     Abort,
     Activity,
     Answer,
+    CleaningUp,
     DumpActivity,
     DumpStacks,
     Flush,
@@ -80,7 +82,7 @@ class Control:
         connect: Returns a new link to the notebook for control. Only this thread uses it.
         absence: The rules for the time without a notebook; None if the engine ends with its notebook.
         console: Receives the user's answers.
-        free_collectives: Frees every collective that is blocked in this process (thread-safe).
+        free_collectives: Frees every collective that is blocked in this process (thread-safe): (reason, interrupted=).
         hold_limits: Suspends the time limits of collectives, or resumes them (thread-safe).
         sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample. With
             `steps=N` the sample has the events of the latest N steps.
@@ -99,7 +101,7 @@ class Control:
         console: Console,
         *,
         absence: Absence | None,
-        free_collectives: Callable[[str], None],
+        free_collectives: Callable[..., None],
         hold_limits: Callable[[bool], None],
         sample: Callable[..., TelemetrySample],
         memory: Callable[[int], MemoryUse],
@@ -122,6 +124,7 @@ class Control:
         self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.running: tuple[int, int] | None = None
+        self._cleaning: int | None = None  # the program that was last reported to clean up
         self._measured: tuple[int, int] | None = None  # the latest (program, replica) that is measured
         # Points are read as seldom as samples are taken: reading them holds Python's lock, which delays the training.
         self._period_s, self._output_period_s = activity.sample_period_s(1), activity.output_period_s(1)
@@ -212,10 +215,18 @@ class Control:
                 if fd in ready:
                     forward(os.read(fd, 1 << 16))
             self._guard.press()
+            self._report_cleaning_up()
             self._console.watch_command()
             if self.running is not None and self.running == self._measured and time.monotonic() >= self._next_sample:
                 self._measure()
             self._flush()
+
+    def _report_cleaning_up(self) -> None:
+        cleaning, running = self._guard.cleans_up, self.running
+        if cleaning is not None and cleaning != self._cleaning and running is not None and running[0] == cleaning:
+            self._cleaning = cleaning
+            _logger.info("program %d handles the interrupt", cleaning)
+            self._events.append(CleaningUp(engine=self._engine, program=cleaning, replica=running[1]))
 
     def _follow_connection(self, monitor: ConnectionMonitor) -> None:
         """Handle the end of a notebook, and the arrival of the next one."""
@@ -252,7 +263,8 @@ class Control:
         if isinstance(order, Abort):
             _logger.info("program %d is to end: %s", order.program, order.reason)
             # The guard comes first. It records the reason, so the freed collective's error is reported as an abort.
-            self._guard.abort(order.program, order.reason, order.interrupted, self._free)
+            free = partial(self._free, interrupted=order.interrupted)
+            self._guard.abort(order.program, order.reason, order.interrupted, free)
         elif isinstance(order, Answer):
             self._console.answer(order)
         elif isinstance(order, ShowKept):
@@ -282,8 +294,8 @@ class Control:
             self._next_points = 0.0
             self.emit(Flushed(self._engine, order.number))
 
-    def _free(self, reason: str) -> None:
-        self._free_collectives(reason)
+    def _free(self, reason: str, *, interrupted: bool = False) -> None:
+        self._free_collectives(reason, interrupted=interrupted)
         self._console.free()
 
     def _measure(self) -> None:

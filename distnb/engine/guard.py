@@ -21,7 +21,7 @@ from multiprocessing.synchronize import SemLock
 from types import FrameType
 from typing import Any, TypeVar
 
-from distnb.errors import ProgramAborted
+from distnb.errors import ProgramAborted, ProgramInterrupted
 from distnb.frames import SPARED_S
 
 __all__ = ["Guard"]
@@ -30,8 +30,10 @@ _logger = logging.getLogger("distnb.engine.guard")
 T = TypeVar("T")
 
 _SIGNAL = signal.SIGRTMIN + 5
-# User code in a `finally` gets time to clean up before the next signal.
+# A destructor or a bare `except` may swallow the exception that a signal raises, so the signal is repeated.
 _RETRY_S = (0.25, 0.5, 1.0)
+# After the user's stop, an `except KeyboardInterrupt` or a `finally` may take so long before the next signal.
+_CLEANING_S = 30.0
 # The number of signals after which a user's `except` that catches even these exceptions no longer protects the program.
 # Otherwise a loop that catches each of them would never end.
 _PATIENT = 2
@@ -55,24 +57,40 @@ class _Run:
         frame: The guarding frame. All frames above it on the stack are the program's.
         grace_s: The time for which it may continue after another replica's failure. `inf` ignores such failures.
         is_leftover: True if it releases what the program left. An order to end a later program ends it, too.
+        may_clean_up: True for the program itself, whose handlers have time after the user's stop.
     """
 
-    def __init__(self, program: int, frame: FrameType, grace_s: float = 0.0, *, is_leftover: bool = False) -> None:
+    def __init__(
+        self,
+        program: int,
+        frame: FrameType,
+        grace_s: float = 0.0,
+        *,
+        is_leftover: bool = False,
+        may_clean_up: bool = False,
+    ) -> None:
         self.program = program
         self.grace_s = grace_s
         self.is_leftover = is_leftover
+        self.may_clean_up = may_clean_up
+        self.cleans_until = 0.0  # the time until which the program's handlers are not disturbed
         self.frame: FrameType | None = frame
         self.reason: str | None = None
         self.interrupted = False
+        self.noticed = False  # whether a signal has arrived in the program
         self.presses = 0
         self.next_press = 0.0
         self.spared_since = 0.0  # the time when a signal first met code that must not be interrupted
 
     def order(self, reason: str, interrupted: bool) -> None:
-        """Order its end. The first of several orders counts."""
+        """Order its end. The first of several orders counts, but the user's second stop ends the user's handlers."""
+        now = time.monotonic()
         if self.reason is None:
-            self.next_press = 0.0 if interrupted else time.monotonic() + self.grace_s
+            self.next_press = 0.0 if interrupted else now + self.grace_s
+            self.cleans_until = now + _CLEANING_S if interrupted and self.may_clean_up else 0.0
             self.interrupted, self.reason = interrupted, reason
+        elif self.interrupted and interrupted:
+            self.next_press = self.cleans_until = 0.0
 
     @property
     def ordered(self) -> bool:
@@ -81,7 +99,7 @@ class _Run:
 
     def error(self) -> BaseException:
         """Return the exception that ends it."""
-        return KeyboardInterrupt(self.reason) if self.interrupted else ProgramAborted(self.reason)
+        return ProgramInterrupted(self.reason) if self.interrupted else ProgramAborted(self.reason)
 
 
 class Guard:
@@ -110,7 +128,7 @@ class Guard:
             ProgramAborted: Another replica failed.
             KeyboardInterrupt: The user interrupted.
         """
-        return self._call(_Run(program, sys._getframe(), grace_s), function)
+        return self._call(_Run(program, sys._getframe(), grace_s, may_clean_up=not grace_s), function)
 
     def call_last(self, function: Callable[[], T], grace_s: float) -> T:
         """Call a function that completes a program after the order to end it. After `grace_s` the order ends this, too.
@@ -170,6 +188,20 @@ class Guard:
         return self._run is not None and self._run.interrupted
 
     @property
+    def cleans_up(self) -> int | None:
+        """The program whose `except KeyboardInterrupt` or `finally` runs because of the user's stop, or None."""
+        run = self._run
+        return run.program if run is not None and self._cleans_up(run) else None
+
+    def _cleans_up(self, run: _Run) -> bool:
+        return run.ordered and time.monotonic() < run.cleans_until and _handles_interrupt(self._main)
+
+    @property
+    def caught(self) -> bool:
+        """True if the latest program caught the user's interrupt, provided that it has ended without an error."""
+        return self._run is not None and self._run.interrupted and self._run.noticed
+
+    @property
     def error(self) -> BaseException:
         """The exception that ends the latest program, which was ordered to end."""
         assert self._run is not None
@@ -193,6 +225,8 @@ class Guard:
         with self._beginning:
             ordered = self._order(program, reason, interrupted)
             if ordered:
+                if interrupted:
+                    self.press()  # before the waits are freed: the program may end as soon as they are
                 free(reason)
         return ordered
 
@@ -226,10 +260,10 @@ class Guard:
         """Send the signal if it is due; the control thread calls this often.
 
         User code may swallow a signal's exception (in a destructor, a callback, a bare `except`), so the signal is sent
-        again.
+        again, unless the program handles the user's stop.
         """
         run = self._run
-        if run is not None and run.ordered and time.monotonic() >= run.next_press:
+        if run is not None and run.ordered and time.monotonic() >= run.next_press and not self._cleans_up(run):
             run.next_press = time.monotonic() + _RETRY_S[min(run.presses, len(_RETRY_S) - 1)]
             run.presses += 1
             _logger.debug("signal %d to end program %d", run.presses, run.program)
@@ -239,6 +273,9 @@ class Guard:
         run, top, spared_s = self._run, frame, 0.0
         if run is None or not run.ordered or not run.presses:
             return  # the program has ended meanwhile; the signal must not end the engine or the next program
+        if self._cleans_up(run):
+            run.noticed = True  # a collective that was freed has raised
+            return
         while frame is not None and frame is not run.frame:
             spared_s = max(spared_s, SPARED_S.get(frame.f_code, 0.0))
             frame = frame.f_back
@@ -248,7 +285,7 @@ class Guard:
         if self._forking or (spared_s and now < run.spared_since + spared_s):
             run.next_press = 0.0
         elif frame is not None:
-            run.spared_since = 0.0
+            run.spared_since, run.noticed = 0.0, True
             if run.presses > _PATIENT and not run.is_leftover:
                 self._watch_handlers(run, top)
             raise run.error()
@@ -288,6 +325,19 @@ class Guard:
             return
         if self._run is not None:
             self._run.next_press = 0.0
+
+
+def _handles_interrupt(thread: int) -> bool:
+    """Return whether a thread runs an `except`, a `finally` or an `__exit__` because of a KeyboardInterrupt."""
+    found: Any = sys._current_exceptions().get(thread)
+    error = found[1] if isinstance(found, tuple) else found  # a tuple in Python 3.11
+    seen: list[BaseException] = []
+    while error is not None and all(error is not each for each in seen):
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.append(error)
+        error = error.__context__
+    return False
 
 
 def _begins_handler(frame: FrameType) -> bool:

@@ -512,7 +512,7 @@ class Session:
             called: Whether an ordinary cell called the program.
             kept: Whether it was the user's program, which `debug` can open.
         """
-        if not outcome.ok or outcome.interrupted:
+        if not outcome.ok or outcome.stopped:
             self.front.catch_up()
             if kept and not (outcome.stuck or outcome.died) and team.size > 1:
                 self._report_step_difference(team)
@@ -656,7 +656,7 @@ class Session:
         outcome, team, snapshot = call.outcome, call.team, call.snapshot
         with self._dispatch.turn, self._dispatch.interrupts as interrupts:
             self._wait(outcome, team)
-            result, well = None, outcome.ok and outcome.interrupted is known
+            result, well = None, outcome.ok and (known or not outcome.stopped)
             with interrupts.brief():
                 if outcome.ok:  # an interrupt may have arrived too late
                     values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}

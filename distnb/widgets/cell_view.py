@@ -17,6 +17,7 @@ from distnb.topology import Team
 from distnb.widgets.live_views import LiveView
 from distnb.widgets.publisher import Publisher
 from distnb.wire.messages import (
+    CleaningUp,
     Died,
     Display,
     InputFinished,
@@ -30,7 +31,18 @@ from distnb.wire.messages import (
 
 __all__ = ["VIEW_EVENTS", "CellView"]
 
-VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Died, InputRequest, InputFinished)
+VIEW_EVENTS = (
+    Output,
+    Display,
+    Live,
+    TelemetrySample,
+    Status,
+    CleaningUp,
+    ProgramEnded,
+    Died,
+    InputRequest,
+    InputFinished,
+)
 """The events that `CellView.feed` handles."""
 
 _APPEAR_S = 0.5  # a cell that ends sooner and draws nothing gets no live view
@@ -178,6 +190,7 @@ class CellView:
         if self._view is None and not self.quiet:
             long = self.model.began is not None and now - self.model.began >= _APPEAR_S
             busy = self._running or self.model.steps or self._is_watching or self.model.waits.lines(now)
+            busy = busy or self.model.state == "cleaning up"
             if self.model.curves or (long and busy):
                 self._appear(now)
         elif self._view is not None and now >= self._next_draw and (self._changed or self._running):

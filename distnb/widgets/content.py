@@ -67,6 +67,8 @@ def head(model: LiveModel, now: float) -> Head:
     count, who = (len(model.rows), "replica") if closures is None else (len(closures.status.workers), "worker")
     counted = f"{count} {who}{'s' if count > 1 else ''}" if count else ""
     facts = [_duration(model.seconds(now))]
+    if model.state == "cleaning up":
+        facts.append("stop again to end it now")
     if model.steps:
         facts.append(
             f"step {model.steps:,}" if closures is None else f"{model.steps:,} step{'s' if model.steps > 1 else ''}"

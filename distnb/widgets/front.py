@@ -27,6 +27,7 @@ from distnb.widgets.live_views import LiveView, PictureView, TextView
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
 from distnb.widgets.replica_widgets import ReplicaWidgets
 from distnb.wire.messages import (
+    CleaningUp,
     Died,
     Display,
     InputRequest,
@@ -133,7 +134,7 @@ class Front:
         if isinstance(event, (*VIEW_EVENTS, WidgetChange)):
             self._queue.append((None, event))
             self._wake_up()
-        if isinstance(event, Status | ProgramEnded | Died):
+        if isinstance(event, Status | CleaningUp | ProgramEnded | Died):
             self.on_news()
 
     def live(self, point: live.Point, place: step_count.StepPosition, run: str) -> None:

@@ -6,7 +6,7 @@ const STYLE = `
 .distnb-live [hidden]{display:none !important}
 .distnb-live .status{display:flex;gap:8px;align-items:baseline}
 .distnb-live .dot{width:9px;height:9px;border-radius:50%;background:#009e73;flex:none}
-.distnb-live .dot.starting,.distnb-live .dot.interrupted{background:#e69f00}
+.distnb-live .dot.starting,.distnb-live .dot.cleaning,.distnb-live .dot.interrupted{background:#e69f00}
 .distnb-live .dot.ended{background:#808080}
 .distnb-live .dot.failed,.distnb-live .dot.died{background:#e5484d}
 .distnb-live .dot.running{animation:distnb-pulse 1.4s ease-in-out infinite}
@@ -432,7 +432,7 @@ export default () => {
       };
       const markEnded = () => {
         const [dot, state] = [above.querySelector(".dot"), above.querySelector(".head .state")];
-        if (!dot?.matches(".starting,.running,.asks")) return;
+        if (!dot?.matches(".starting,.running,.asks,.cleaning")) return;
         state.textContent = "the kernel ended";
         dot.className = "dot died";
       };

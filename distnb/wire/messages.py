@@ -31,6 +31,7 @@ __all__ = [
     "Flush",
     "Flushed",
     "ProgramReclaimed",
+    "CleaningUp",
     "InputFinished",
     "Hello",
     "Live",
@@ -186,6 +187,7 @@ class Reply(NamedTuple):
         changed: The mirrored parameters that the program changed by hand, with numbers that are equal for equal values.
         profile: The record of torch.profiler: a Chrome trace, compressed by gzip.
         steps: The number of training steps that a call made.
+        caught: Whether the program caught the user's interrupt, and went on to its end.
     """
 
     program: int
@@ -196,6 +198,7 @@ class Reply(NamedTuple):
     seconds: float = 0.0
     profile: Any = None
     steps: int = 0
+    caught: bool = False
 
 
 @dataclass(frozen=True)
@@ -352,6 +355,18 @@ class ProgramEnded:
     status: Literal["ok", "error", "aborted", "interrupted"]
     summary: str = ""
     where: str = ""  # the last line of the user's that ran, if the program failed
+
+
+@dataclass(frozen=True)
+class CleaningUp:
+    """The report that a replica handles the user's stop, in an `except KeyboardInterrupt` or a `finally`.
+
+    Its program has time to finish, or until the user stops it again.
+    """
+
+    engine: int
+    program: int
+    replica: int
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ export function markCells(panel: NotebookPanel): void {
   void panel.revealed.then(connect);
 }
 
-const UNFINISHED = ['starting', 'running', 'asks'];
+const UNFINISHED = ['starting', 'running', 'asks', 'cleaning up'];
 
 /** Return the state of a cell without a mark, derived from its saved outputs. */
 function savedState(model: ICellModel): string {

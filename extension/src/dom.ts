@@ -23,7 +23,10 @@ export function sectionOf(title: HTMLElement, ...content: HTMLElement[]): HTMLEl
 
 /** Return two lines on the latest cell: its title and state, and its counts. */
 export function headRow({ title, count, state, facts }: IHead): HTMLElement[] {
-  const kind = { starting: 'running', running: 'running', asks: 'busy', failed: 'error', died: 'error' }[state] ?? 'idle';
+  const kind =
+    { starting: 'running', running: 'running', asks: 'busy', 'cleaning up': 'busy', failed: 'error', died: 'error' }[
+      state
+    ] ?? 'idle';
   const stateText = element('span', `distnb-state distnb-mod-${kind}`, `${SHAPES[kind as IEngine['kind']]} ${state}`);
   const counted = [count, ...facts].map(fact => element('span', '', fact));
   return [

@@ -8,6 +8,8 @@ promised second, and far below "for ever". `tests/soak` has the same tests with 
 from __future__ import annotations
 
 import re
+import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -400,6 +402,80 @@ def test_an_interrupt_between_calls_ends_pending_ones(notebook: Notebook) -> Non
         "time.sleep(600)"
     )
     stop_when_ready(notebook, source)
+
+
+WAITS = {
+    "a sleep": "time.sleep(600)",
+    "a collective": "if distnb.replica_id() == 0:\n    time.sleep(600)\ndist.all_reduce(torch.ones(3))",
+    "a step": "def step():\n    if distnb.replica_id() == 0:\n        time.sleep(600)\n"
+    "    distnb.get_replica_context().all_reduce('sum', torch.ones(3))\nstrategy.run(step)",
+}
+HANDLES = """%%distribute mirrored
+seen = []
+try:
+    print("ready", flush=True)
+{waits}
+{ends}
+    while not os.path.exists({go!r}):
+        time.sleep(0.01)
+    seen.append("whole")
+"""
+
+
+def shown(notebook: Notebook, message: str, text: str) -> None:
+    """Wait until a running cell's view shows a text."""
+    assert any(text in str(content) for _, content in notebook.events(message, LIMIT_S))
+
+
+@pytest.mark.parametrize("ends", ["except KeyboardInterrupt:", "finally:"])
+@pytest.mark.parametrize("waits", WAITS)
+def test_handlers_of_an_interrupt_have_time(notebook: Notebook, tmp_path: Path, waits: str, ends: str) -> None:
+    go = tmp_path / "go"
+    source = HANDLES.format(waits=textwrap.indent(WAITS[waits], "    "), ends=ends, go=str(go))
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    shown(notebook, message, "stop again to end it now")
+    go.touch()
+    ran = notebook.finish(message, source, timeout_s=LIMIT_S)
+    # As in any notebook, a cell that catches the interrupt succeeds.
+    assert ran.error_name == ("" if ends.startswith("except") else "KeyboardInterrupt"), ran
+    assert notebook.value("seen") == ["whole"]
+
+
+def test_a_second_interrupt_ends_the_handlers(notebook: Notebook, tmp_path: Path) -> None:
+    source = HANDLES.format(waits="    time.sleep(600)", ends="finally:", go=str(tmp_path / "never"))
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    shown(notebook, message, "cleaning up")
+    time.sleep(0.6)  # presses in quick succession are one
+    notebook.interrupt()
+    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    assert notebook.value("seen") == []
+    wait_until_idle(notebook)
+
+
+def test_handlers_of_an_interrupt_in_a_called_function_have_time(notebook: Notebook, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    source = f"""
+def stops():
+    try:
+        print("ready", flush=True)
+        time.sleep(600)
+    except KeyboardInterrupt:
+        while not os.path.exists({str(go)!r}):
+            time.sleep(0.01)
+        return "whole"
+result = distnb.MirroredStrategy().run(stops)
+"""
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    shown(notebook, message, "cleaning up")
+    go.touch()
+    notebook.finish(message, source, timeout_s=LIMIT_S).check()
+    assert notebook.value("result") == "whole"
 
 
 def new_workers(before: set[int]) -> list[str]:

@@ -86,7 +86,7 @@ def test_text_outside_a_widget_belongs_to_the_cell_and_a_widget_remains_on_its_r
     assert "IntProgress(value=10000, max=10000)" in notebook.run("print(repr(bar))").stdout
 
 
-def test_an_error_within_an_output_widget_is_shown_there_and_stop_ends_the_cell(notebook: Notebook) -> None:
+def test_an_error_within_an_output_widget_is_shown_there_and_stop_ends_its_block(notebook: Notebook) -> None:
     raises = "with out:\n    print('last')\n    raise ValueError('in it')\nprint('goes on')"
     page = Page().take(notebook.events(notebook.start(f"%%distribute mirrored\n{OUT}\n{raises}"), 60))
     for state in page.of("OutputModel"):
@@ -97,5 +97,5 @@ def test_an_error_within_an_output_widget_is_shown_there_and_stop_ends_the_cell(
     cell = notebook.start("%%distribute mirrored\nprint('begun')\nwith out:\n    while True:\n        time.sleep(0.01)")
     notebook.wait_for_output(cell, "begun")
     notebook.interrupt()
-    assert notebook.finish(cell).error_name == "KeyboardInterrupt"
+    notebook.finish(cell).check()  # as in an ordinary cell, the widget catches the interrupt
     assert "after" in notebook.run("%%distribute mirrored\nprint('after')").stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import multiprocessing
 import os
@@ -92,6 +93,113 @@ def test_a_swallowed_order_is_sent_again(guard: Guard, pressing: Callable[..., N
     pressing(4)
     with pytest.raises(ProgramAborted):
         guard.call(4, stubborn)
+
+
+class Handler:
+    """A program that handles an interrupt in a way. In the handler, signals arrive all the time for a while."""
+
+    def __init__(self, guard: Guard, way: str) -> None:
+        self.guard = guard
+        self.way = way
+        self.until = time.monotonic() + 0.5
+        self.whole = False
+
+    def __call__(self) -> None:
+        getattr(self, self.way)()
+
+    def clean_up(self) -> None:
+        while time.monotonic() < self.until:
+            try:
+                time.sleep(0.001)
+                raise KeyError("mine")
+            except KeyError:
+                pass
+        self.whole = True
+
+    def caught(self) -> None:
+        try:
+            spin()
+        except KeyboardInterrupt:
+            self.clean_up()
+
+    def ended(self) -> None:
+        try:
+            spin()
+        finally:
+            self.clean_up()
+
+    def entered(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.clean_up)
+            spin()
+
+    def replaced(self) -> None:
+        try:
+            try:
+                spin()
+            except KeyboardInterrupt:
+                raise ValueError("mine") from None
+        except ValueError:
+            self.clean_up()
+
+    def generated(self) -> None:
+        def batches() -> Iterator[int]:
+            try:
+                while True:
+                    yield 1
+            finally:
+                self.clean_up()
+
+        for _ in (generator := batches()):
+            try:
+                spin()
+            except KeyboardInterrupt:
+                generator.close()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("way", ["caught", "ended", "entered", "replaced", "generated"])
+def test_an_interrupt_leaves_handlers_time(
+    guard: Guard, pressing: Callable[..., None], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(guarding, "_RETRY_S", (0.0,))
+    handler = Handler(guard, way)
+    pressing(1, interrupted=True)
+    if way in ("caught", "replaced", "generated"):
+        guard.call(1, handler)
+        assert guard.caught
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            guard.call(1, handler)
+    assert handler.whole
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("by", ["time", "a second interrupt", "a failure"])
+def test_a_handler_is_ended(
+    guard: Guard, pressing: Callable[..., None], monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    monkeypatch.setattr(guarding, "_CLEANING_S", 0.2 if by == "time" else 60.0)
+    states: list[int | None] = []
+
+    def handle() -> None:
+        states.append(guard.cleans_up)
+        if by == "a second interrupt":
+            guard.abort(1, "again", interrupted=True)
+        while True:
+            time.sleep(0.001)
+
+    def program() -> None:
+        try:
+            spin()
+        finally:
+            handle()
+
+    pressing(1, interrupted=by != "a failure")
+    with pytest.raises(ProgramAborted if by == "a failure" else KeyboardInterrupt):
+        guard.call(1, program)
+    assert states == [None if by == "a failure" else 1]
+    assert guard.cleans_up is None
 
 
 STUBBORN = """

@@ -60,7 +60,31 @@ def test_an_interrupt_ends_the_program_on_all_engines() -> None:
     orders = state.interrupted(3, 0.0)
     assert {order.engine for order in orders} == {0, 1}
     assert all(isinstance(order, EndProgram) and order.interrupted for order in orders)
-    assert state.interrupted(3, 0.1) == []
+    assert state.interrupted(3, 0.1) == [], "a double click is one press"
+    assert state.next_deadline() == 1.0
+
+
+def test_handlers_have_time_after_an_interrupt_until_the_next_one() -> None:
+    state = Supervision()
+    state.began(3, [0, 1], 0.0)
+    state.began(4, [0, 1], 0.0)  # the engines begin it afterwards
+    state.interrupted(4, 0.0)
+    state.interrupted(3, 0.0)
+    state.cleans_up(0, 3, 0.3)
+    assert state.tick(1.0) == [GiveUpOn(1, 3), GiveUpOn(1, 4)]
+    assert state.next_deadline() == 31.3
+    state.ended(1, 3, False, "", 1.5)
+    assert [order.engine for order in state.interrupted(3, 5.0)] == [0]
+    assert state.next_deadline() == 6.0
+    assert state.tick(6.0) == [GiveUpOn(0, 3)]
+
+
+def test_handlers_have_no_time_after_a_failure() -> None:
+    state = Supervision()
+    state.began(3, [0, 1], 0.0)
+    state.cleans_up(1, 3, 0.5)
+    state.ended(0, 3, False, "boom", 1.0)
+    assert state.next_deadline() == 2.0
 
 
 def test_events_of_ended_programs_change_nothing() -> None:

@@ -32,7 +32,7 @@ from distnb.collectives.group.rendezvous import StoreClient
 from distnb.collectives.group.world import TorchDistributed
 from distnb.collectives.shared_memory import host
 from distnb.compat.c10d_internals import PrefixStore
-from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
+from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted, ProgramInterrupted
 from distnb.topology import Device, Team, parse_device
 
 __all__ = ["Groups", "groups"]
@@ -43,6 +43,7 @@ _EXIT_GRACE_S = 3.0
 _PERIOD_S = 0.1
 _CAUGHT_S = 0.5  # an uncaught error has ended its program by then
 _SCRIPT = -1  # the prefix of the key of a group that was joined from the environment
+_INTERRUPTED = "The program was interrupted. Its replicas communicate again in the next program."
 _SILENT = (
     f"The connection to another replica was lost: its machine has confirmed nothing for {LOST_AFTER_S:g} s. Is it "
     "down, or the network between?"
@@ -224,8 +225,10 @@ class Groups:
         """Return the error that ended the current group, or None. Waits in C++ raise a RuntimeError in its place."""
         return self._active.group.communicator.failure if self._active is not None else None
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, *, interrupted: bool = False) -> None:
         """End every collective of this process, now: it raises ProgramAborted, and so does every later one.
+
+        If the user `interrupted`, they raise ProgramInterrupted, which is a KeyboardInterrupt as well.
 
         Safe from any thread and more than once. Waits in C++ (DistributedDataParallel's) end with a RuntimeError. The
         next generation of the group is formed by `join`.
@@ -236,7 +239,7 @@ class Groups:
             member = self._active
         if member is not None:
             _logger.info("aborting generation %d of %s: %s", member.generation, member.key, reason)
-            member.fail(ProgramAborted(reason))
+            member.fail(ProgramInterrupted(_INTERRUPTED) if interrupted else ProgramAborted(reason))
 
     def hold_limits(self, on: bool) -> None:
         """Suspend all time limits, or restart them. Safe from any thread."""

@@ -114,18 +114,17 @@ class Dispatch:
         self._pending.pop(outcome.program, None)
 
     def interrupt(self) -> bool:
-        """End the programs that are under way, from any thread. Return False if there are none."""
+        """End the programs that are under way, from any thread. Return False if there are none.
+
+        A second call ends the handlers that a program runs because of the first.
+        """
         # The latest first: an engine that has ended one program must not begin the next, which will also be ended.
-        pending = [
-            outcome
-            for outcome in reversed(list(self._pending.values()))
-            if not (outcome.interrupted or outcome.unstoppable)
-        ]
+        pending = [outcome for outcome in reversed(list(self._pending.values())) if not outcome.unstoppable]
         self.prompts.end([outcome.program for outcome in pending])
         for outcome in pending:
             outcome.interrupted = True
             self._supervisor.interrupt(outcome.program)
-        return bool(pending)
+        return not all(outcome.complete for outcome in pending)
 
     def await_connections(self, hellos: Collection[Hello], failed: Callable[[], bool]) -> list[int]:
         """Wait until engines that are connected for control are connected for programs too, or until `failed()`.

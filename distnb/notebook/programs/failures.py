@@ -88,7 +88,7 @@ def raise_failure(
         BaseException: The failing replica's own exception, with its type and traceback. If several replicas raised
             the same, that of the lowest replica.
     """
-    if outcome.ok and not outcome.interrupted:
+    if outcome.ok and not outcome.stopped:
         return
     if outcome.interrupted:
         raise KeyboardInterrupt(_others(outcome, team, None) or "every replica ended its part")

@@ -88,6 +88,11 @@ class Outcome:
         return not (self._failed or self.died or self.stuck)
 
     @property
+    def stopped(self) -> bool:
+        """True if the user ended the program, and it did not catch the interrupt and end without an error."""
+        return self.interrupted and not (self.ok and any(reply.caught for reply in self.replies.values()))
+
+    @property
     def left_group_whole(self) -> bool:
         """True if the next program can use the same process group. An order to end the program ends the group, too."""
         return self.ok and not (self.interrupted or self._given_up)

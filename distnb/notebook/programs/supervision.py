@@ -9,13 +9,21 @@ Example, of two engines that run program 7::
     ended(1, 7, False, …)    waiting: 0       orders EndProgram(0, 7)
     tick, a second later     stuck: 0         orders GiveUpOn(0, 7)
     ended(0, 7, …)           (nothing left)
+
+After the user's stop, a replica that runs the program's own handlers has 30 seconds instead; a second stop ends them::
+
+    interrupted(8)           waiting: 0, 1    orders EndProgram(0, 8), EndProgram(1, 8)
+    cleans_up(0, 8)          waiting: 0, 1
+    ended(1, 8, …)           waiting: 0
+    interrupted(8)           waiting: 0       orders EndProgram(0, 8)
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from distnb.story import StateMachine, transition
@@ -23,6 +31,10 @@ from distnb.story import StateMachine, transition
 __all__ = ["EndProgram", "GiveUpOn", "Order", "Supervision"]
 
 _PATIENCE_S = 1.0
+# The time for a program's `except KeyboardInterrupt` or `finally` after the user's stop. The engine ends it after 30 s.
+_CLEANING_S = 30.0 + _PATIENCE_S
+# Signals that arrive within this time are one press of the stop button: a double click, or a signal sent again.
+_ONE_PRESS_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,8 @@ class _Program:
     engines: frozenset[int]
     waiting: set[int]
     dead_before: frozenset[int]  # engines that died before the program was sent: their loss is reported by `ended`
-    deadline: float | None = None
+    pressed: float = -math.inf  # the time of the user's latest stop
+    deadlines: dict[int, float] = field(default_factory=dict)  # by engine, once it is ordered to end the program
 
 
 class Supervision(StateMachine):
@@ -106,7 +119,7 @@ class Supervision(StateMachine):
             if dead := program.waiting & self._dead - program.dead_before:
                 yield f"program {number} waits for {sorted(dead)}, which died"
         for engine, number in self.stuck.items():
-            if number in self._programs:
+            if number in self._programs and engine in self._programs[number].waiting:
                 yield f"engine {engine} is stuck in program {number}, which is still waited for"
 
     @transition
@@ -163,14 +176,33 @@ class Supervision(StateMachine):
 
     @transition
     def interrupted(self, program: int, now: float) -> list[Order]:
-        """Handle the user's request to end a program."""
-        return self._end(program, "interrupted", True, now)
+        """Handle the user's request to end a program. The second one ends the user's handlers, too."""
+        current = self._programs.get(program)
+        if current is None:
+            return []
+        before, current.pressed = current.pressed, now
+        if before == -math.inf:
+            return self._end(program, "interrupted", True, now)
+        return self._order_end(program, "interrupted", True, now) if now - before >= _ONE_PRESS_S else []
+
+    @transition
+    def cleans_up(self, engine: int, program: int, now: float) -> list[Order]:
+        """Handle an engine's report that it runs the program's handlers after the user's stop."""
+        if program in self._programs:
+            for each in self._programs.values():  # the engine begins the others' parts when it has ended this one's
+                if engine in each.waiting & each.deadlines.keys():
+                    each.deadlines[engine] = now + _CLEANING_S
+        return []
 
     def _end(self, number: int, reason: str, interrupted: bool, now: float) -> list[Order]:
         program = self._programs.get(number)
-        if program is None or program.deadline is not None:
+        if program is None or program.deadlines:
             return []
-        program.deadline = now + _PATIENCE_S
+        return self._order_end(number, reason, interrupted, now)
+
+    def _order_end(self, number: int, reason: str, interrupted: bool, now: float) -> list[Order]:
+        program = self._programs[number]
+        program.deadlines = dict.fromkeys(program.waiting, now + _PATIENCE_S)
         return [
             EndProgram(engine=engine, program=number, reason=reason, interrupted=interrupted)
             for engine in sorted(program.waiting)
@@ -181,19 +213,23 @@ class Supervision(StateMachine):
         """Give up on the engines whose deadline has passed."""
         orders: list[Order] = []
         for number, program in list(self._programs.items()):
-            if program.deadline is not None and now >= program.deadline:
-                for engine in sorted(program.waiting):
-                    self.stuck[engine] = number
-                    orders.append(GiveUpOn(engine, number))
-                program.waiting.clear()
+            late = [engine for engine in sorted(program.waiting) if now >= program.deadlines.get(engine, math.inf)]
+            for engine in late:
+                self.stuck[engine] = number
+                orders.append(GiveUpOn(engine, number))
+                program.waiting.discard(engine)
+            if late:
                 self._forget_finished(number)
         return orders
 
     def next_deadline(self) -> float | None:
         """Return the time at which `tick` is due, or None."""
-        return min(
-            (program.deadline for program in self._programs.values() if program.deadline is not None), default=None
-        )
+        deadlines = [
+            program.deadlines[engine]
+            for program in self._programs.values()
+            for engine in program.waiting & program.deadlines.keys()
+        ]
+        return min(deadlines, default=None)
 
     def waiting_for(self, program: int) -> frozenset[int]:
         """Return the engines that have not reported on a program."""

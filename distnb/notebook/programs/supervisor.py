@@ -28,6 +28,7 @@ from distnb.wire.codec import encode
 from distnb.wire.messages import (
     Abort,
     Activity,
+    CleaningUp,
     Died,
     DumpActivity,
     DumpStacks,
@@ -310,7 +311,9 @@ class Supervisor:
             self._on_hello(engine)
             return
         self.events.publish(event)
-        if isinstance(event, ProgramEnded):
+        if isinstance(event, CleaningUp):
+            self._advance(lambda now: self._state.cleans_up(engine, event.program, now))
+        elif isinstance(event, ProgramEnded):
             ok = event.status == "ok"
             self._advance(lambda now: self._state.ended(engine, event.program, ok, event.summary, now))
 

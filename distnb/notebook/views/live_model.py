@@ -14,7 +14,16 @@ from distnb.notebook.views.runs import History, Run
 from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.notebook.views.waits_model import WaitsModel
 from distnb.runtime import step_count
-from distnb.wire.messages import Died, InputFinished, InputRequest, Live, ProgramEnded, Status, TelemetrySample
+from distnb.wire.messages import (
+    CleaningUp,
+    Died,
+    InputFinished,
+    InputRequest,
+    Live,
+    ProgramEnded,
+    Status,
+    TelemetrySample,
+)
 
 __all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveCall", "LiveModel", "Point", "ReplicaRow", "State"]
 
@@ -41,9 +50,9 @@ class LiveCall:
     reading: step_count.Reading | None = None
 
 
-State = Literal["starting", "running", "asks", "ended", "stopped", "interrupted", "failed", "died"]
-"""A replica "asks" while it waits for a line from the user, as at a debugger's prompt. It is "stopped" after another
-replica failed, and "interrupted" after the user ended the program."""
+State = Literal["starting", "running", "asks", "cleaning up", "ended", "stopped", "interrupted", "failed", "died"]
+"""A replica "asks" while it waits for a line from the user, as at a debugger's prompt. It is "cleaning up" while it
+handles the user's stop, "stopped" after another replica failed, and "interrupted" after the user ended the program."""
 
 _ENDS: dict[str, State] = {"ok": "ended", "error": "failed", "aborted": "stopped", "interrupted": "interrupted"}
 
@@ -134,6 +143,7 @@ class LiveModel:
         self.state: State = "starting"
         self.began: float | None = None
         self.ended_at: float | None = None
+        self._cleaned_up = 0  # the latest program that handled the user's stop
         self._name = name
         self.run_name = ""
         self._latest = Run(name=name)
@@ -156,6 +166,8 @@ class LiveModel:
                 row.values.update(values)
         elif isinstance(event, TelemetrySample):
             row = self._row(event.replica, event.engine)
+            if row.state == "cleaning up" and event.program > self._cleaned_up:
+                row.state = self.state = "running"  # the interrupt was caught in a function that the cell called
             before = self._before(event.engine, event.steps, event.examples)
             row.measure(event, *before)
             self.timeline.feed(event, before[0])
@@ -167,6 +179,9 @@ class LiveModel:
         elif isinstance(event, InputRequest | InputFinished):
             self._row(event.replica, event.engine).state = "asks" if isinstance(event, InputRequest) else "running"
             (self.waits.asking.add if isinstance(event, InputRequest) else self.waits.asking.discard)(event.replica)
+        elif isinstance(event, CleaningUp):
+            self._row(event.replica, event.engine).state = self.state = "cleaning up"
+            self._cleaned_up = event.program
         elif isinstance(event, ProgramEnded | Died):
             if isinstance(event, Died) or event.status != "ok":
                 self.waited = self.waited or [f"When it ended: {line}" for line in self.waits.before_the_end(now)]
@@ -352,11 +367,11 @@ class LiveModel:
         self.waits.ended(self.rows)
         for row in self.rows.values():
             # A call from an ordinary cell reports its end by its reply alone, so no event has changed the row's state.
-            if row.state in ("running", "asks"):
+            if row.state in ("running", "asks", "cleaning up"):
                 row.state = "ended"
         if failed:
             self.state = self._failure()
-        elif self.state in ("starting", "running"):
+        elif self.state in ("starting", "running", "cleaning up"):
             self.state = "ended"
 
     @property

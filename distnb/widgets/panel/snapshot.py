@@ -105,7 +105,7 @@ def _state(status: EngineStatus, row: ReplicaRow | None) -> dict[str, str]:
         return {"state": status.state, "kind": "error", "at": ""}
     if row is None or row.state in ("ended", "died"):  # the engine runs, so a dead process was replaced
         return {"state": "idle", "kind": "idle", "at": ""}
-    kind = {"running": "running", "failed": "error"}.get(row.state, "idle")
+    kind = {"running": "running", "cleaning up": "busy", "failed": "error"}.get(row.state, "idle")
     return {"state": row.state, "kind": kind, "at": row.where}
 
 
