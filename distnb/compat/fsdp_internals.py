@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from distnb.compat.versions import private_names
 
 with private_names("torch"):
+    import torch
+    from torch import nn
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 __all__ = [
-    "DefaultReduceScatter",
+    "UnitGradients",
+    "adopt_changes",
     "discard_local_gradients",
     "has_local_gradients",
     "holds_gathered",
     "is_fsdps_attribute",
     "is_fsdps_hook",
+    "is_in_forward",
+    "make_gathered",
+    "observe",
     "reset",
+    "shards_of",
+    "share_hooks",
 ]
 
 
@@ -43,8 +50,157 @@ def _groups(module: Any) -> list[Any]:
 
 def _parameters(root: Any) -> list[Any]:
     """Return FSDP's descriptions of the parameters of a sharded model."""
-    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    return [parameter for unit in units for group in _groups(unit) for parameter in group.fsdp_params]
+    return [parameter for unit in _units(root) for group in _groups(unit) for parameter in group.fsdp_params]
+
+
+def _units(root: Any) -> list[Any]:
+    """Return the sharded modules in a model, with the model itself."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def adopt_changes(root: Any) -> tuple[str, Any]:
+    """Have FSDP use a model's shards as they are now: a program may have converted, frozen or assigned them.
+
+    Returns:
+        The name and the value of a parameter that is no shard, or whose shard has another size; or ("", None).
+    """
+    for unit in _units(root):
+        for group in _groups(unit):
+            if not group.is_sharded:
+                continue
+            for parameter in group.fsdp_params:
+                if not _adopt(parameter):
+                    module = parameter._module_info
+                    return module.param_name, module.module._parameters.get(module.param_name)
+            _adopt_dtypes(group)
+    return "", None
+
+
+def _adopt(parameter: Any) -> bool:
+    """Have FSDP gather the memory of a shard. Return False if it cannot."""
+    module = parameter._module_info
+    shard = module.module._parameters.get(module.param_name)
+    if shard is not parameter.sharded_param:
+        if not isinstance(shard, nn.Parameter) or getattr(shard, "_spec", None) != parameter._sharding_spec:
+            return False
+        parameter.reset_sharded_param()
+    local = shard._local_tensor
+    if shard.shape != parameter._orig_size or local.shape != parameter.sharded_size:
+        return False
+    gathered = parameter._sharded_param_data
+    if local.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr() or local.is_meta:
+        return True
+    padded = parameter.padded_sharded_param_size.numel()
+    if local.untyped_storage().nbytes() >= (local.storage_offset() + padded) * local.element_size():
+        # Another model may gather the same shard: `reset_sharded_param` would copy it for this one.
+        parameter._sharded_param_data = local.as_strided((padded,), (1,), local.storage_offset())
+    else:
+        parameter.reset_sharded_param()
+    return True
+
+
+def _adopt_dtypes(group: Any) -> None:
+    """Have FSDP note which parameters of a group are trained, and their dtypes. It does so in the first pass only."""
+    kinds = [(each.sharded_param.requires_grad, each.sharded_param.dtype) for each in group.fsdp_params]
+    if getattr(group, "_distnb_kinds", kinds) != kinds:
+        for each in group.fsdp_params:
+            if each.sharded_param.dtype != each.orig_dtype and hasattr(each, "_unsharded_param"):
+                del each._unsharded_param
+                each.all_gather_outputs = []
+        group._init_mp_dtypes()
+    group._distnb_kinds = kinds
+
+
+def make_gathered(root: Any) -> None:
+    """Make the tensors into which FSDP gathers a model's shards, unless they exist. All replicas must call this.
+
+    Those made in inference mode could not be used in training.
+    """
+    with torch.inference_mode(False):
+        for unit in _units(root):
+            if not all(hasattr(each, "_unsharded_param") for group in _groups(unit) for each in group.fsdp_params):
+                unit.unshard()
+                unit.reshard()
+
+
+class UnitGradients:
+    """The gradients that a backward pass has computed for a unit on this replica, before FSDP reduces them.
+
+    Args:
+        group: FSDP's description of the unit's parameters.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @property
+    def new(self) -> list[torch.Tensor]:
+        """The gradients of this pass."""
+        return [each._unsharded_param.grad for each in self._trained() if each._unsharded_param.grad is not None]
+
+    @property
+    def is_reached(self) -> bool:
+        """True if the pass has reached an output of the unit, which it then does on all replicas."""
+        return bool(self._group._training_state is TrainingState.PRE_BACKWARD)
+
+    def used(self) -> dict[Any, bool]:
+        """Return whether each shard has a gradient of this pass, or one from under `no_sync`."""
+        return {
+            each.sharded_param: each._unsharded_param.grad is not None or each.unsharded_accumulated_grad is not None
+            for each in self._trained()
+        }
+
+    def fill(self, shards: Collection[int]) -> None:
+        """Set gradients of zero for shards with these `id()`s: all replicas must reduce the same ones."""
+        for each in self._trained():
+            if id(each.sharded_param) in shards:
+                each._unsharded_param.grad = torch.zeros(
+                    each._orig_size, dtype=each._unsharded_param.dtype, device=each.device
+                )
+
+    def set_apart(self) -> None:
+        """Keep this pass's gradients apart from the next one's."""
+        for each in self._trained():
+            if each._unsharded_param.grad is not None:
+                each.unsharded_accumulated_grad, each._unsharded_param.grad = each._unsharded_param.grad, None
+
+    def _trained(self) -> list[Any]:
+        return [
+            each
+            for each in self._group.fsdp_params
+            if each.sharded_param.requires_grad and hasattr(each, "_unsharded_param")
+        ]
+
+
+def observe(unit: Any, before: Callable[[UnitGradients], None], after: Callable[[UnitGradients], None]) -> None:
+    """Call functions before and after FSDP handles the gradients of a unit, in each backward pass."""
+    for group in _groups(unit):
+        gradients, plain = UnitGradients(group), group.post_backward
+
+        def post_backward(*args: Any, gradients: UnitGradients = gradients, plain: Any = plain) -> None:
+            before(gradients)
+            plain(*args)
+            after(gradients)
+
+        group.post_backward = post_backward
+
+
+def shards_of(root: Any) -> list[Any]:
+    """Return the shards of a model, in an order that is equal on all replicas."""
+    return [parameter.sharded_param for parameter in _parameters(root)]
+
+
+def share_hooks(root: Any) -> None:
+    """Have a pass call the hooks of a model's shards: `register_hook` on a shard, which the pass does not reach."""
+    for parameter in _parameters(root):
+        hooks, gathered = parameter.sharded_param._backward_hooks, getattr(parameter, "_unsharded_param", None)
+        if hooks is not None and gathered is not None and gathered._backward_hooks is not hooks:
+            gathered._backward_hooks = hooks
+
+
+def is_in_forward(root: Any) -> bool:
+    """Return whether FSDP is in a forward pass of a model."""
+    return bool(root._get_fsdp_state()._training_state is TrainingState.FORWARD)
 
 
 def has_local_gradients(root: Any, of: Collection[int] | None = None) -> bool:

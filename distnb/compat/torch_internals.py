@@ -17,13 +17,13 @@ with private_names("torch"):
     import torch.utils._device
     from torch import _foreach_add_ as add_each
     from torch import _foreach_copy_ as copy_each
+    from torch import _foreach_mul_ as scale_each
     from torch import _foreach_zero_ as zero_each
     from torch import _is_functional_tensor
     from torch import _neg_view as negative_view
     from torch._tensor_str import PRINT_OPTS
     from torch._tensor_str import _tensor_str as elements_as_text
     from torch.nn.modules.batchnorm import _NormBase as NormBase
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
     from torch.utils._pytree import tree_leaves as leaves
     from torch.utils._pytree import tree_map as map_leaves
 
@@ -41,7 +41,6 @@ with private_names("torch"):
 __all__ = [
     "CAN_COUNT_USES",
     "PRINT_OPTS",
-    "DispatchMode",
     "NormBase",
     "add_each",
     "backward_function",
@@ -50,8 +49,8 @@ __all__ = [
     "cudnn_benchmark",
     "cudnn_deterministic",
     "default_device",
-    "default_generator",
     "elements_as_text",
+    "factories",
     "has_gradient_hook",
     "has_no_memory",
     "has_state_hooks",
@@ -72,6 +71,7 @@ __all__ = [
     "pre_hooks",
     "save_own",
     "saved",
+    "scale_each",
     "set_backward_function",
     "shape_and_offset_of_shard",
     "shapes_of_outputs",
@@ -170,14 +170,6 @@ def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     return found
 
 
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator of random numbers that is used on a device if none is named."""
-    if device.type == "cpu":
-        return torch.default_generator
-    generator: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
-    return generator
-
-
 def has_gradient_hook(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a hook that runs after a gradient was accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
@@ -221,6 +213,11 @@ def _is_cut_in_order(placement: Any) -> bool:
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return indices and values of a sparse COO tensor, coalesced or not."""
     return tensor._indices(), tensor._values()
+
+
+def factories() -> Any:
+    """Return the functions that a default device concerns: those that make tensors."""
+    return torch.utils._device._device_constructors()
 
 
 def default_device() -> torch.device | None:

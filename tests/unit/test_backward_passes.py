@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence, Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +33,9 @@ class Listener:
 
     def failed(self) -> None:
         self._note("failed")
+
+    def reached(self, inputs: Sequence[Any], gradients: Sequence[Any] | None) -> None:
+        pass
 
 
 @pytest.fixture

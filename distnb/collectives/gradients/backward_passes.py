@@ -8,6 +8,7 @@ listeners. Hooks on the parameters would do the same, but they cost a call per p
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from distnb.collectives.group.eager import always_eager
@@ -31,6 +32,9 @@ class PassListener(Protocol):
 
     def failed(self) -> None:
         """Handle an error of the pass or of a listener."""
+
+    def reached(self, inputs: Sequence[Any], gradients: Sequence[Any] | None) -> None:
+        """Check the result of `torch.autograd.grad` for these inputs; None if it has failed."""
 
 
 class BackwardPasses:
@@ -79,8 +83,10 @@ class BackwardPasses:
 
     @always_eager
     def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("accumulate_grad") or not self.any_aggregates():
+        if not self.any_aggregates():
             return self._original(outputs, *args, **kwargs)
+        if not kwargs.get("accumulate_grad"):
+            return self._run_without_accumulating(outputs, *args, **kwargs)
         this, last = object(), True
         listeners = tuple(self._listeners)
         try:
@@ -107,6 +113,18 @@ class BackwardPasses:
                 for listener in listeners:
                     listener.failed()
             raise
+
+    def _run_without_accumulating(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 else ()
+        try:
+            result = self._original(outputs, *args, **kwargs)
+        except RuntimeError:
+            for listener in self._listeners:
+                listener.reached(inputs, None)
+            raise
+        for listener in self._listeners:
+            listener.reached(inputs, result)
+        return result
 
 
 BACKWARD_PASSES = BackwardPasses()

@@ -301,6 +301,9 @@ class GradientSync:
                 plan.reset()
         self._pass = None
 
+    def reached(self, inputs: Sequence[Any], gradients: Sequence[Any] | None) -> None:
+        """Do nothing: `torch.autograd.grad` reaches mirrored parameters as any others."""
+
     # The pass, step by step ----------------------------------------------------------------------------------
 
     def _reduce(self, this: _Pass, touched: tuple[ParameterGroup, ...]) -> Sequence[ParameterGroup]:

@@ -1,20 +1,24 @@
-"""Backward passes through sharded models: how FSDP's reduce-scatter combines the replicas' gradients.
+"""Backward passes through sharded models: how the replicas' gradients are combined.
 
 FSDP divides gradients by the number of replicas. Here they have the meaning that mirrored ones have:
 
     in strategy.run        the sum over the replicas, or the mean weighted by the sizes of the slices
     outside, in a cell     all replicas compute the same: the sum divided by their number
     under no_sync()        each replica keeps its own, unsharded, until a pass outside
+
+A parameter that a pass reaches on some replicas counts as zero on the others. Without a gradient anywhere it gets none.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distnb.accelerators import torch_device
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.verify import callsite
 from distnb.compat import fsdp_internals, torch_internals
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from distnb.collectives.gradients.gradient_sync import GradientSync
     from distnb.collectives.group.interface import Group
 
-__all__ = ["ScaledReduceScatter", "ShardedPasses"]
+__all__ = ["ShardedPasses"]
 
 _TOLERANCE = 1e-5  # relative to the gradients' norm: the last bits of a sum differ between processors
 
@@ -40,7 +44,6 @@ class ShardedPasses:
 
     Attributes:
         roots: The sharded models.
-        scale: The factor of this replica's gradients in the current pass.
     """
 
     def __init__(
@@ -55,17 +58,27 @@ class ShardedPasses:
         self._in_replica = in_replica
         self._before_common_pass = before_common_pass
         self.roots: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.scale = 1.0
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # equal on all replicas
+        self._count = itertools.count()
         self._error: GradientError | None = None
         self._compare = False
+        self._scale = 1.0  # the factor of this replica's gradients in the current pass
+        self._sums = False  # whether gradients of different replicas are combined
+        self._used: dict[int, bool] = {}  # by the `id()`s of the shards that the pass reduces
+        self._filled: dict[int, bool] = {}  # shards that got zeros, and whether they had a gradient before
         self._synced: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._unreduced: weakref.WeakSet[Any] = weakref.WeakSet()  # models that may have gradients from under `no_sync`
 
     def add(self, root: Any) -> None:
         """Observe the passes of a sharded model."""
         self.roots.add(root)
+        self._numbers[root] = next(self._count)
         self._synced[root] = True
         BACKWARD_PASSES.listen(self)
+
+    def observe(self, unit: Any) -> None:
+        """Observe the gradients of a unit."""
+        fsdp_internals.observe(unit, self._before_reduction, self._after_reduction)
 
     # What autograd calls ----------------------------------------------------------------------------------------------
 
@@ -86,45 +99,100 @@ class ShardedPasses:
                 "backward(create_graph=True) cannot reach a sharded model: FSDP frees the gathered parameters after "
                 "the pass. Use a MirroredStrategy, or torch.autograd.grad on activations."
             )
-        self.scale = 1 / size if equal else self._sync.scale(size)
+        self._scale = 1 / size if equal else self._sync.scale(size)
         synced = self._sync.is_synced
+        self._sums = synced and not equal and size > 1
         if not synced:
             self._unreduced.update(self.roots)
         for root in self.roots:
+            fsdp_internals.share_hooks(root)
             if self._synced.get(root) is not synced:
                 root.set_requires_gradient_sync(synced)
                 self._synced[root] = synced
 
     def end(self) -> None:
         """Handle the end of a pass."""
-        self._error, self._compare = None, False
+        if self._used:
+            self._remove_unused()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._error, self._compare, self._sums = None, False, False
+        self._used.clear()
+        self._filled.clear()
 
     def failed(self) -> None:
         """Handle the error of a pass: discard what it has left half done."""
-        self.end()
+        self._forget()
         for root in self.roots:
             fsdp_internals.reset(root)
 
+    def reached(self, inputs: Sequence[Any], gradients: Sequence[Any] | None) -> None:
+        """Check the result of `torch.autograd.grad` for these inputs; None if it has failed.
+
+        Raises:
+            GradientError: An input is a shard, and has no gradient.
+        """
+        if all(torch_internals.local_tensor(each) is None for each in inputs):
+            return
+        shards = {id(shard) for root in self.roots for shard in fsdp_internals.shards_of(root)}
+        found = gradients or [None] * len(inputs)
+        if any(each is None and id(given) in shards for given, each in zip(inputs, found, strict=True)):
+            raise GradientError(
+                "torch.autograd.grad does not reach the parameters of a sharded model: it reaches the whole parameters "
+                "that FSDP gathers for a pass. Call loss.backward() and use parameter.grad, or make the model in the "
+                "scope of a MirroredStrategy."
+            )
+
     # What FSDP calls --------------------------------------------------------------------------------------------------
 
-    def before_reduction(self, gradients: torch.Tensor) -> None:
-        """Check and scale this replica's gradients of one unit, before they are summed.
+    def _before_reduction(self, unit: fsdp_internals.UnitGradients) -> None:
+        """Check and scale this replica's gradients of one unit, before they are combined.
 
         Raises:
             MeanLossError: The loss is a mean over this replica's slice.
             UnsyncedGradientError: All replicas should compute the same, and do not.
         """
-        if self._error is not None:
+        gradients = unit.new
+        if gradients and self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self._compare:
+        if gradients and self._compare:
             self._compare = False
             self._compare_norms(gradients)
-        if self.scale != 1.0:
-            gradients.mul_(self.scale)
+        if gradients and self._scale != 1.0:
+            torch_internals.scale_each(gradients, self._scale)
+        if self._sums and unit.is_reached:
+            self._fill_unused(unit)
 
-    def _compare_norms(self, gradients: torch.Tensor) -> None:
-        norms = torch.stack(self._group().all_gather(torch.linalg.vector_norm(gradients.detach().float())))
+    def _after_reduction(self, unit: fsdp_internals.UnitGradients) -> None:
+        unit.set_apart()  # only under `no_sync` is anything left
+
+    def _fill_unused(self, unit: fsdp_internals.UnitGradients) -> None:
+        unused = {}
+        for shard, is_used in unit.used().items():
+            self._used[id(shard)] = is_used or self._used.get(id(shard), False)
+            if not is_used:
+                unused[id(shard)] = shard.grad is not None
+        self._filled = unused | self._filled
+        unit.fill(unused)
+
+    def _remove_unused(self) -> None:
+        """Remove the zeros of parameters that no replica has used."""
+        roots = sorted(self.roots, key=self._numbers.__getitem__)
+        shards = [each for root in roots for each in fsdp_internals.shards_of(root) if id(each) in self._used]
+        device = torch_device(self._group().device)
+        used = torch.tensor([self._used[id(each)] for each in shards], dtype=torch.uint8, device=device)
+        self._group().all_reduce(used, "max")
+        if not self._filled:
+            return
+        for shard, is_used in zip(shards, used.tolist(), strict=True):
+            if not is_used and not self._filled[id(shard)]:
+                shard.grad = None
+
+    def _compare_norms(self, gradients: Sequence[torch.Tensor]) -> None:
+        own = torch.stack([torch.linalg.vector_norm(each.detach().float()) for each in gradients])
+        norms = torch.stack(self._group().all_gather(torch.linalg.vector_norm(own)))
         if bool(((norms - norms[0]).abs() > _TOLERANCE * norms.abs().max()).any()):
             raise UnsyncedGradientError(
                 f"The gradients of a sharded model differ between the replicas in a backward pass outside "
@@ -164,15 +232,3 @@ def _numbers(owner: torch.nn.Module | torch.optim.Optimizer) -> set[int]:
     if isinstance(owner, torch.nn.Module):
         return set(map(id, owner.parameters()))
     return {id(parameter) for group in owner.param_groups for parameter in group["params"]}
-
-
-class ScaledReduceScatter(fsdp_internals.DefaultReduceScatter):
-    """The reduce-scatter of FSDP's gradients: a sum of the replicas' gradients, each with its factor."""
-
-    def __init__(self, passes: ShardedPasses) -> None:
-        super().__init__()
-        self._passes = passes
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._passes.before_reduction(input_tensor)
-        return super().__call__(output_tensor, input_tensor, *args, **kwargs)

@@ -3,35 +3,36 @@
     Transformer                 a root: gathers embedding, head and norm
       blocks.0 … blocks.11      units: each is gathered before it computes, and freed afterwards
 
-A large parameter has no memory while its module is made (`deferred.py`). It gets its initial values here, alone, and
-this replica's part is kept.
+A model is made in the host memory of replica 0 (`construction.py`), which sends one parameter after another
+(`initial_values.py`). Each replica keeps its part.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distnb.accelerators import torch_device
-from distnb.collectives.digests import digest
+from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import ContextError
 from distnb.options import StrategySpec
 from distnb.runtime import contexts
-from distnb.runtime.fsdp.deferred import allocate_rest, allocating, is_deferred, materialise
-from distnb.runtime.fsdp.passes import ScaledReduceScatter, ShardedPasses
+from distnb.runtime.fsdp.construction import Construction
+from distnb.runtime.fsdp.initial_values import InitialValues, blank, complete, is_filled
+from distnb.runtime.fsdp.passes import ShardedPasses
 from distnb.runtime.fsdp.sharding_options import MIN_SIZE, Precision, UnitPredicate
 from distnb.runtime.fsdp.units import forward_roots, units_of
 from distnb.runtime.fsdp.whole_copies import holds_shards, note_mesh
-from distnb.runtime.reduction.equal_values import make_equal
 from distnb.values.structure import flatten, map_structure
 
 if TYPE_CHECKING:
@@ -47,15 +48,20 @@ class ShardedModules:
         spec: The strategy's description.
         group: Returns the current process group.
         passes: The observation of the modules' backward passes.
+        construction: The rules for the parameters of modules that are not sharded yet.
     """
 
-    def __init__(self, spec: StrategySpec, group: Callable[[], Group], passes: ShardedPasses) -> None:
+    def __init__(
+        self, spec: StrategySpec, group: Callable[[], Group], passes: ShardedPasses, construction: Construction
+    ) -> None:
         self._spec = spec
         self._group = group
         self._passes = passes
+        self._construction = construction
         self._mesh: tuple[Any, DeviceMesh] | None = None  # with the process group for which it was made
         self._groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of each model
         self._noted_writes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._unfilled: weakref.WeakSet[Any] = weakref.WeakSet()  # models that may have parameters without values
         # Parameters as they were made, which an optimizer may be given, and the sharded parameters in their place.
         self._replaced = WeakIdKeyDictionary()
         self._known = WeakIdKeyDictionary()
@@ -96,11 +102,6 @@ class ShardedModules:
         """Return the sharded parameter that has replaced a parameter, or the parameter itself."""
         sharded = self._replaced.get(parameter)
         return parameter if sharded is None else sharded
-
-    def reshard(self) -> None:
-        """Free the gathered parameters of all models. FSDP keeps those of a root after a forward pass."""
-        for root in self._passes.roots:
-            root.reshard()
 
     def reset(self) -> None:
         """Return models to the state between two steps, after a failed program. Forget models of other replicas."""
@@ -144,80 +145,118 @@ class ShardedModules:
             OptionError: `shard_by` cannot be honoured.
             StructureError: The replicas' modules differ.
         """
-        with allocating():
-            for module in modules:
-                allocate_rest(module)
-                for root in forward_roots(module):
-                    parameters = list(root.parameters())
-                    # Parameters that are added to a sharded model are mirrored.
-                    is_new = not any(isinstance(each, DTensor) for each in parameters)
-                    if is_new and any(map(_is_divisible, parameters)):
-                        self._shard_root(root, of_larger)
+        group = self._group()
+        modules = [module for module in modules if any(map(_is_unregistered, module.parameters()))]
+        if not modules:
+            return
+        roots = [root for module in modules for root in forward_roots(module) if _is_new(root)]
+        for root in roots:
+            _refuse_lazy(root)
+        divided = _divisible(roots)
+        for transient, replacement in complete(group, modules, lambda each: id(each) in divided):
+            self._replaced[transient] = replacement
+        for module in modules:
+            _place_whole(module, torch_device(group.device))
+        named = {
+            id(each): (f"{type(root).__name__}.{name}", each)
+            for root in roots
+            for name, each in root.named_parameters()
+            if id(each) in divided and not isinstance(each, DTensor)
+        }
+        values = InitialValues(group, list(named.values()))
+        del named  # a host holds one whole model at most
+        for root in roots:
+            if any(id(each) in divided for each in root.parameters()):
+                self._shard_root(root, divided, values, of_larger)
+        values.finish()
+        self._construction.begin()
 
-    def _shard_root(self, root: torch.nn.Module, of_larger: bool) -> None:
-        _refuse_lazy(root)
+    def _shard_root(
+        self, root: torch.nn.Module, divided: Container[int], values: InitialValues, of_larger: bool
+    ) -> None:
         chooser = self._spec.option("shard_by")
         if of_larger and chooser == "block":
             chooser = None  # the part may be a block itself
         chosen = chooser.load() if isinstance(chooser, UnitPredicate) else chooser
         units = units_of(root, chosen, self._spec.option("min_size", MIN_SIZE))
-        made = {name: each for name, each in root.named_parameters() if _is_divisible(each)}
-        self._make_equal([(name, each) for name, each in made.items() if not (each.is_meta or is_deferred(each))])
-        deferred = {name: each for name, each in made.items() if is_deferred(each)}
-        _replace_by_empty(root, deferred.values())
+        made = {name: each for name, each in root.named_parameters() if id(each) in divided}
+        ignored = {each for each in root.parameters() if id(each) not in divided}
+        _replace_by_empty(root, made.values())
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": _policy(self._spec.option("mixed_precision")),
             "offload_policy": CPUOffloadPolicy() if self._spec.option("offload") else OffloadPolicy(),
-            "ignored_params": {each for each in root.parameters() if not _is_divisible(each)},
+            "ignored_params": ignored,
+            # By default FSDP keeps what a model itself has gathered in place of its shards, until a backward pass: a
+            # program would change the copies, and compute with those from before a change.
+            "reshard_after_forward": True,
         }
-        if of_larger:
-            options["reshard_after_forward"] = True  # by default FSDP does not free what a model itself has gathered
         for module in [*(unit for _, unit in units), root]:
             module.register_forward_hook(_without_views)
             unit = fully_shard(module, **options)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            unit.set_custom_reduce_scatter(ScaledReduceScatter(self._passes))
-        if deferred:
-            self._materialise(root, deferred)
-        sharded = dict(root.named_parameters())
-        for name, parameter in made.items():
-            self._replaced[parameter] = sharded[name]
+            self._passes.observe(unit)
+        self._fill(root, made, values)
         self._passes.add(root)
         self._groups[root] = self._group().process_group
         root.register_forward_pre_hook(self._before_forward, prepend=True)
+        root.register_forward_hook(_after_forward, always_call=True)
         root.register_load_state_dict_pre_hook(self._before_load)
 
-    def _materialise(self, root: torch.nn.Module, deferred: Mapping[str, torch.Tensor]) -> None:
-        """Give shards their initial values, one whole parameter after another. All replicas get replica 0's."""
-        group, digests = self._group(), {}
-        sharded = dict(root.named_parameters())
-        parts = {name: self._empty_part(sharded[name]) for name in deferred}  # before the larger, temporary memory
-        for name, parameter in deferred.items():
-            whole = materialise(parameter)
-            digests[name] = digest(whole) if group.size > 1 else 0
-            fill_part(parts[name], whole)
-        first, *others = group.all_gather_object(digests) if group.size > 1 else [digests]
-        for name in [name for name in first if any(other[name] != first[name] for other in others)]:
-            whole = materialise(deferred[name]).contiguous()
-            group.broadcast(whole, 0)
-            fill_part(parts[name], whole)
-        names = {id(each): name for name, each in sharded.items()}
+    def _fill(self, root: torch.nn.Module, made: dict[str, torch.nn.Parameter], values: InitialValues) -> None:
+        """Replace a model's shards on the meta device by shards with initial values. All replicas get replica 0's.
+
+        Args:
+            root: The model.
+            made: The parameters as they were made, by name. The table is emptied.
+            values: Their values.
+        """
+        empty = {name: each for name, each in root.named_parameters() if name in made}
+        # Two models may share a parameter. Then each gathers the same shard.
+        shared = {name: shard for name in made if isinstance(shard := self.current(made[name]), DTensor)}
+        parts = shared | {name: self._empty_part(each) for name, each in empty.items() if name not in shared}
+        unmade = []
+        for name in list(made):
+            parameter = made.pop(name)
+            if name in shared:
+                continue
+            whole = values.of(parameter)
+            if whole is None:
+                unmade.append(name)
+            else:
+                fill_part(parts[name], whole)
+            self._replaced[parameter] = parts[name]
+            _take_hooks(parts[name], parameter)
+        receivers = {id(empty[name]): functools.partial(fill_part, parts[name]) for name in unmade}
+        receivers |= {id(each): functools.partial(fill_part, each) for each in self._provide_scalars(root)}
+        values.reset(root, receivers)
+        names = {id(each): name for name, each in empty.items()}
         state = {
             name: parts[names[id(each)]]
             for name, each in root.named_parameters(remove_duplicate=False)  # tied parameters stay one object
-            if names[id(each)] in parts
+            if id(each) in names
         }
         root.load_state_dict(state, strict=False, assign=True)
+        if receivers or any(each.is_meta for each in root.buffers()):
+            self._unfilled.add(root)
+
+    def _provide_scalars(self, root: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Replace scalars on the meta device by scalars with memory, and return these."""
+        made = []
+        for module in root.modules():
+            for name, each in list(module.named_parameters(recurse=False)):
+                if each.is_meta and not isinstance(each, DTensor):
+                    self._replaced[each] = self._empty_part(each)
+                    setattr(module, name, self._replaced[each])
+                    made.append(self._replaced[each])
+        return made
 
     def _empty_part(self, like: torch.nn.Parameter) -> torch.nn.Parameter:
         device = torch.device("cpu") if self._spec.option("offload") else torch_device(self._group().device)
-        return torch.nn.Parameter(torch.empty_like(like, device=device), requires_grad=like.requires_grad)
-
-    def _make_equal(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        if self._group().size > 1:
-            make_equal(self._group(), named)
+        part = torch.empty_like(like, device=device)
+        blank(_local(part))
+        return torch.nn.Parameter(part, requires_grad=like.requires_grad)
 
     def _before_forward(self, root: torch.nn.Module, inputs: Any) -> None:
         contexts.require_all_replicas()
@@ -226,12 +265,38 @@ class ShardedModules:
                 f"A sharded {torch_internals.original_class(root).__name__} was called with tensors on the meta "
                 "device, which have no values. Call it with ordinary tensors."
             )
+        if root in self._unfilled:
+            self._require_values(root)
         if self._groups.get(root) is not self._group().process_group:
             raise ContextError(
                 f"This {torch_internals.original_class(root).__name__} was sharded over other replicas: the cluster "
                 "was resized, or the program runs on other engines. Its shards on the engines that left are lost. Make "
                 "the model again in the scope, and restore a checkpoint."
             )
+        name, value = fsdp_internals.adopt_changes(root)
+        if name:
+            raise ContextError(
+                f"The parameter {name!r} of this sharded {torch_internals.original_class(root).__name__} is "
+                f"{_description(value)} and not its own shard, because torch.func.functional_call or an assignment has "
+                "replaced it. FSDP gathers only a model's own shards. Copy values (`with torch.no_grad(): "
+                "parameter.copy_(value)`), or make the model in the scope of a MirroredStrategy."
+            )
+        if torch.is_inference_mode_enabled():
+            fsdp_internals.make_gathered(root)
+
+    def _require_values(self, root: torch.nn.Module) -> None:
+        """Raise ContextError if nothing has set a parameter or a buffer of a model made on the meta device."""
+        tensors = [*root.named_parameters(), *root.named_buffers()]
+        empty = [name for name, each in tensors if each.is_meta or not is_filled(_local(each))]
+        if empty:
+            more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+            raise ContextError(
+                f"This {torch_internals.original_class(root).__name__} was made on the meta device, and nothing has "
+                f"set {', '.join(empty[:3])}{more}. Load values by distnb.load_safetensors(model, path) or "
+                "distnb.Checkpoint(model=model).restore(path), give each module with parameters or buffers of its own "
+                "a method reset_parameters, or make the module on an ordinary device."
+            )
+        self._unfilled.discard(root)
 
     # Loading whole values ---------------------------------------------------------------------------------------------
 
@@ -244,6 +309,12 @@ class ShardedModules:
 
 def _writes(root: torch.nn.Module) -> int:
     return sum(each._version for each in root.parameters() if isinstance(each, DTensor))
+
+
+def _after_forward(root: torch.nn.Module, _inputs: Any, _outputs: Any) -> None:
+    """Free what a pass has gathered that has ended with an error, which the program may catch."""
+    if fsdp_internals.is_in_forward(root):
+        fsdp_internals.reset(root)
 
 
 def _without_views(_module: torch.nn.Module, _inputs: Any, outputs: Any) -> Any:
@@ -277,28 +348,63 @@ def part_of(whole: torch.Tensor, like: Any) -> DTensor:
 
 
 def fill_part(part: Any, whole: torch.Tensor) -> None:
-    """Copy this replica's part of a whole tensor to a sharded one."""
+    """Copy this replica's part of a whole tensor to a sharded one, or all of it to an ordinary one."""
+    if not isinstance(part, DTensor):
+        part.detach().copy_(whole)
+        return
     shape, offset = torch_internals.shape_and_offset_of_shard(part)
     window = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
     with torch.no_grad():
         torch_internals.local_tensor(part).copy_(whole[window])
 
 
-def _replace_by_empty(root: torch.nn.Module, deferred: Iterable[torch.Tensor]) -> None:
-    """Replace deferred parameters by parameters without values, which FSDP can divide."""
-    placeholders: dict[int, torch.nn.Parameter] = {}
-    for each in deferred:
-        empty = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
-        placeholders[id(each)] = torch.nn.Parameter(empty, requires_grad=each.requires_grad)
+def _description(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"{'a shard' if isinstance(value, DTensor) else 'a tensor'} of shape {list(value.shape)}"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    own = torch_internals.local_tensor(tensor)
+    return tensor if own is None else own
+
+
+def _is_unregistered(parameter: torch.Tensor) -> bool:
+    return not isinstance(parameter, DTensor) and find_mirror(parameter) is None
+
+
+def _is_new(root: torch.nn.Module) -> bool:
+    """Return whether a model has no sharded part. Parameters that are added to a sharded model are mirrored."""
+    return not any(isinstance(part, FSDPModule) for part in root.modules())
+
+
+def _divisible(roots: Iterable[torch.nn.Module]) -> set[int]:
+    """Return the `id()`s of the parameters of models that can be divided. Each replica holds the others whole.
+
+    Those are scalars, which have no rows.
+    """
+    return {id(each) for root in roots for each in root.parameters() if each.dim() > 0}
+
+
+def _place_whole(module: torch.nn.Module, device: torch.device) -> None:
+    """Move parameters from the host, where they were made, to a device. FSDP moves only those that it divides."""
+    for each in module.parameters():
+        if each.device.type == "cpu" != device.type and not isinstance(each, DTensor):
+            each.data = each.data.to(device)
+
+
+def _replace_by_empty(root: torch.nn.Module, made: Iterable[torch.Tensor]) -> None:
+    """Replace parameters by contiguous parameters without values, which FSDP can divide."""
+    empty = {
+        id(each): torch.nn.Parameter(
+            torch.empty(each.shape, dtype=each.dtype, device="meta"), requires_grad=each.requires_grad
+        )
+        for each in made
+    }
     for module in root.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) in placeholders:
-                setattr(module, name, placeholders[id(parameter)])
-
-
-def _is_divisible(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter has rows to divide. A scalar stays whole, and is mirrored."""
-    return parameter.dim() > 0
+            if id(parameter) in empty:
+                setattr(module, name, empty[id(parameter)])
 
 
 def _refuse_lazy(root: torch.nn.Module) -> None:
@@ -308,6 +414,14 @@ def _refuse_lazy(root: torch.nn.Module) -> None:
             f"{type(root).__name__} was made in the scope of a ShardedStrategy, and its parameter {lazy[0]!r} has no "
             "size yet. Give the sizes when you make the layer (torch.nn.Linear(64, 10) in place of LazyLinear(10))."
         )
+
+
+def _take_hooks(part: Any, parameter: Any) -> None:
+    """Give a shard the hooks on the gradient of the parameter that it replaces."""
+    if parameter._backward_hooks:
+        part._backward_hooks = parameter._backward_hooks
+    if parameter._post_accumulate_grad_hooks:
+        part._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 def _policy(precision: Precision | None) -> MixedPrecisionPolicy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from distnb.errors import OptionError
 from distnb.runtime import contexts
 from distnb.runtime.base import Owner
 from distnb.runtime.fsdp import library_hooks
-from distnb.runtime.fsdp.deferred import allocating, deferring
+from distnb.runtime.fsdp.construction import Construction
 from distnb.runtime.fsdp.passes import ShardedPasses
 from distnb.runtime.fsdp.sharded_modules import ShardedModules, is_whole, part_of
 from distnb.runtime.fsdp.sharding_options import not_elementwise
@@ -79,16 +79,21 @@ class ShardedSpmd(Spmd):
 
     def _make_registration(self) -> Registration:
         passes = ShardedPasses(lambda: self._process.group, self._sync, contexts.in_replica, self._before_common_pass)
-        self._sharded = ShardedModules(self._strategy.spec, lambda: self._process.group, passes)
+        self._construction = Construction(
+            lambda: torch_device(self._process.device), lambda: self._process.rank == 0, self._before_call
+        )
+        self._sharded = ShardedModules(self._strategy.spec, lambda: self._process.group, passes, self._construction)
         self._passes = passes
-        made = _ShardedRegistration(self._strategy, self._sync, lambda: self._process.group)
+        made = _ShardedRegistration(
+            self._strategy, self._sync, lambda: self._process.group, place=self._construction.place
+        )
         made.sharded = self._sharded
         return made
 
     @contextmanager
     def scope(self) -> Iterator[Any]:
-        """Return a context in which modules are made without memory for large parameters, and then sharded."""
-        with super().scope() as strategy, deferring(torch_device(self._process.device)):
+        """Return a context in which modules are made in host memory, and then sharded."""
+        with super().scope() as strategy, self._construction.active():
             yield strategy
 
     # After a program that has failed ----------------------------------------------------------------------------------
@@ -130,16 +135,9 @@ class ShardedSpmd(Spmd):
 
     # Computing --------------------------------------------------------------------------------------------------------
 
-    def _run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        __tracebackhide__ = True  # see Strategy.run
-        with allocating():
-            return super()._run(fn, args, kwargs)
-
     def _function_ended(self, *, failed: bool) -> None:
         if failed:
             self._sharded.reset()
-        else:
-            self._sharded.reshard()
 
     # Optimizers -------------------------------------------------------------------------------------------------------
 
@@ -147,6 +145,11 @@ class ShardedSpmd(Spmd):
         """Shard the modules that the current scope has made: an optimizer keeps shards, and makes slots for them."""
         if contexts.innermost() == (self._strategy, None):
             self.take_made()
+
+    def _before_call(self) -> None:
+        """Shard the modules that the current scope has made, before one of them computes."""
+        if contexts.execution() is None:  # otherwise a library's loop calls modules, maybe on this replica alone
+            self.before_optimizer()
 
     def add_param_group(
         self, original: Callable[..., None], optimizer: torch.optim.Optimizer, param_group: dict[str, Any]

@@ -16,7 +16,7 @@ from distnb.errors import StructureError
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
 
-__all__ = ["make_equal"]
+__all__ = ["make_equal", "refuse_unlike"]
 
 _PACKS = Packs(256 * 2**20)
 
@@ -42,7 +42,7 @@ def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy
     if any(not torch.equal(other, head) for other in group.all_gather(head)):
         strategies, gathered = zip(*group.all_gather_object((strategy, descriptions)), strict=True)
         _refuse_other_strategies(strategies)
-        _refuse_unlike(gathered)
+        refuse_unlike(gathered)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for _, tensor in named:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -68,7 +68,12 @@ def _refuse_other_strategies(strategies: Sequence[str]) -> None:
         )
 
 
-def _refuse_unlike(descriptions: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
+def refuse_unlike(descriptions: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
+    """Raise StructureError if the replicas' tensors differ in name, shape or dtype.
+
+    Args:
+        descriptions: For each replica, the name, shape and dtype of each tensor.
+    """
     longest = max(len(one) for one in descriptions)
     for place in range(longest):
         entries = [one[place] if place < len(one) else None for one in descriptions]

@@ -56,6 +56,7 @@ class MadeObjects:
         grow: Called when a module that was taken before gets a parameter or a submodule outside a scope. (In a scope
             the module is noted instead.) The arguments are the module, the new member's name, the member, and whether
             the calling thread is in a replica context of the strategy.
+        place: Called with the data of each new parameter. Returns data for the parameter, the same or other.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class MadeObjects:
         strategy: Any,
         begin: Callable[[torch.nn.Module], None],
         grow: Callable[[torch.nn.Module, str, Any, bool], None],
+        place: Callable[[Any], Any] = lambda data: data,
     ) -> None:
         self.strategy = strategy
         self.begin = begin
         self.grow = grow
+        self.place = place
         self._noted: dict[int, weakref.ref[Any]] = {}
         _install_hooks()
 
@@ -216,10 +219,12 @@ class _Wrappers:
         init: Any = torch.nn.Module.__init__
         set_state: Any = torch.nn.Module.__setstate__
 
-        def new_parameter(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            parameter = new.__func__(cls, *args, **kwargs)
-            if (here := _open_here()) is not None:
-                here.note(parameter)
+        def new_parameter(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+            here = _open_here()
+            if here is None:
+                return new.__func__(cls, data, *args, **kwargs)
+            parameter = new.__func__(cls, here.place(data), *args, **kwargs)
+            here.note(parameter)
             return parameter
 
         def init_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:

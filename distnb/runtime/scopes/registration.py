@@ -110,10 +110,16 @@ class Registration:
         sync: The synchronisation of the gradients of registered parameters.
         group: Returns the current process group.
         shared: Puts the parameters into memory that all replicas share, if the strategy uses such memory.
+        place: Returns the data of a new parameter, given the data that the program has for it.
     """
 
     def __init__(
-        self, strategy: Any, sync: GradientSync, group: Callable[[], Group], shared: SharedVariables | None = None
+        self,
+        strategy: Any,
+        sync: GradientSync,
+        group: Callable[[], Group],
+        shared: SharedVariables | None = None,
+        place: Callable[[Any], Any] = lambda data: data,
     ) -> None:
         self.strategy = strategy
         self.shared = shared
@@ -122,7 +128,7 @@ class Registration:
         self._keys: weakref.WeakKeyDictionary[torch.nn.Module, _GroupKey] = weakref.WeakKeyDictionary()
         self._made_variables = 0
         self._adopted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._made = MadeObjects(strategy, self._adopt, self._grow)
+        self._made = MadeObjects(strategy, self._adopt, self._grow, place)
         self._unfinished = False
 
     @property
@@ -379,7 +385,9 @@ class Registration:
                 new.append((f"{key.label}.{name}", each))
         fresh = {id(each) for _, each in new}
         buffers = [
-            (f"{key.label}.{prefix}{name}", each) for name, each in module.named_buffers() if each not in _buffers
+            (f"{key.label}.{prefix}{name}", each)
+            for name, each in module.named_buffers()
+            if each not in _buffers and not each.is_meta
         ]
         _buffers.update((each, True) for _, each in buffers)
         parts = [part for part in module.modules() if not fresh.isdisjoint(map(id, _parameters_in(part)))]

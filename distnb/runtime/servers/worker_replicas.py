@@ -218,6 +218,9 @@ class _GradientsElsewhere:
                 variable.grad = before
         self._before = []
 
+    def reached(self, inputs: Sequence[Any], gradients: Sequence[Any] | None) -> None:
+        pass
+
     def _add_up(self, variables: Sequence[ServerVariable]) -> None:
         group = self._replicas.process.group
         own = [_NONE if each.grad is None else _SPARSE if each.grad.is_sparse else _DENSE for each in variables]
