@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest

@@ -89,6 +89,7 @@ class ShardedPasses:
 
     def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
         """Choose the factor of this replica's gradients."""
+        self._forget()
         size, equal = self._group().size, not self._in_replica()
         if equal:
             self._before_common_pass()
