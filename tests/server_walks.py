@@ -14,7 +14,7 @@ import torch
 import distnb
 from distnb.checkpoint.states import object_states as states
 from distnb.coordinator import ClusterCoordinator
-from distnb.coordinator.libraries import Library, libraries
+from distnb.coordinator.libraries import Library, register_library
 from distnb.errors import ClosureCancelled, ServerLost
 from distnb.partitioners import FixedShardsPartitioner
 
@@ -99,7 +99,7 @@ class OnesLibrary(Library):
         metric.total = metric.total + contribution
 
 
-libraries.append(OnesLibrary())
+register_library(OnesLibrary())
 
 
 class Program:

@@ -1,7 +1,8 @@
-"""Support in closures for objects of torchmetrics, and of libraries that are loaded later, such as Keras."""
+"""Support in closures for objects of torchmetrics and Keras."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -9,9 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distnb.runtime.scopes import counted_metrics, metric_binding
+from distnb.runtime.scopes import counted_metrics, foreign_libraries, metric_binding
 
-__all__ = ["Library", "ResourceDescription", "libraries", "library_of", "parts_of"]
+__all__ = ["Library", "ResourceDescription", "libraries", "library_of", "parts_of", "register_library"]
+
+_LATER = {"keras": ("distnb.keras.by_state", "KerasLibrary")}
+"""By library: the class that supports it. It is imported when the library is loaded, on the coordinator or a worker."""
 
 
 class ResourceDescription(NamedTuple):
@@ -56,8 +60,8 @@ class Library(ABC):
         """Raise CannotTravelError if workers cannot use a metric."""
         return
 
-    def opened(self, metric: Any) -> None:
-        """Prepare a worker's own copy of a metric."""
+    def opened(self, metric: Any, device: torch.device) -> None:
+        """Prepare a worker's own copy of a metric, on the device."""
         return
 
     @abstractmethod
@@ -92,7 +96,8 @@ class _Torchmetrics(Library):
         if "torchmetrics" in sys.modules:
             metric_binding.install()
 
-    def opened(self, metric: Any) -> None:
+    def opened(self, metric: Any, device: torch.device) -> None:
+        metric.to(device)
         counted_metrics.note_attributes(metric)
 
     def reset(self, metric: Any) -> None:
@@ -105,17 +110,30 @@ class _Torchmetrics(Library):
         counted_metrics.add(metric, contribution)
 
 
-libraries: list[Library] = [_Torchmetrics()]
-"""The libraries with support. One that is loaded later appends its own."""
+_libraries: list[Library] = [_Torchmetrics()]
+
+
+def libraries() -> list[Library]:
+    """Return the support of all libraries that this process has loaded by now."""
+    for name in tuple(_LATER):
+        if name in sys.modules and foreign_libraries.computes_with_torch(sys.modules[name]):
+            module, cls = _LATER.pop(name)
+            register_library(getattr(importlib.import_module(module), cls)())
+    return _libraries
+
+
+def register_library(library: Library) -> None:
+    """Add the support of a library."""
+    _libraries.append(library)
 
 
 def library_of(metric: Any) -> Library | None:
     """Return the library of a metric, or None if the object is not a metric."""
-    return next((each for each in libraries if each.is_metric(metric)), None)
+    return next((each for each in libraries() if each.is_metric(metric)), None)
 
 
 def parts_of(root: Any) -> Iterator[Any]:
     """Yield an object and, for a model, all modules in it, in the same order in every process."""
     yield from root.modules() if isinstance(root, torch.nn.Module) else (root,)
-    for library in libraries:
+    for library in libraries():
         yield from library.parts(root)

@@ -241,7 +241,7 @@ class ClosurePacker:
             return self._resource(obj, pickler, functools.partial(remote_optimizer.described, obj), options)
         if library_of(obj) is not None:
             return self._metric(obj, pickler)
-        described = next((found for library in libraries if (found := library.described(obj)) is not None), None)
+        described = next((found for library in libraries() if (found := library.described(obj)) is not None), None)
         return None if described is None else self._resource(obj, pickler, *described)
 
     def _metric(self, metric: Any, pickler: ClosurePickler) -> tuple[Any, ...]:

@@ -57,11 +57,13 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
             found = self._packer.reference(obj, self)
             if found is not None:
                 return found
+        if type(obj) is types.MethodType and library_of(obj.__self__) is not None:
+            return getattr, (obj.__self__, obj.__name__)  # of the worker's metric, which may have replaced the method
         if type(obj) is torch.nn.Parameter:
             return torch.nn.Parameter, (obj.detach(), obj.requires_grad)
         if type(obj) is torch.Tensor:
             return reduce_tensor(obj, trainable=True)
-        for library in libraries:
+        for library in libraries():
             reduced = library.reduced(obj)
             if reduced is not None:
                 return reduced

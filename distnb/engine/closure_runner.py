@@ -65,7 +65,7 @@ class Runner:
         args, kwargs = pickle.loads(arguments, buffers=buffers)
         for number, its in settings.items():
             _set(self.resource(number), its)
-        for library in libraries:
+        for library in libraries():
             library.load()
         self._keep_in_sync()
         reached = {each: self._resources[each] for each in self.reach.resources}
@@ -119,10 +119,9 @@ class Runner:
                     found = make(self.worker)
                 elif isinstance(found, remote_optimizer.OpenOptimizer):
                     found = remote_optimizer.opened(found)
-                elif isinstance(found, torch.nn.Module) and (library := library_of(found)) is not None:
-                    found.to(self.access.device)  # moves a metric; a model's parameters are on the device already
-                    library.opened(found)
-                    if self.access.replicas is not None:
+                elif (library := library_of(found)) is not None:
+                    library.opened(found, self.access.device)
+                    if self.access.replicas is not None and isinstance(found, torch.nn.Module):
                         self.access.replicas.bind(found)
                 elif isinstance(found, torch.nn.Module):
                     self._new_models.append(found)
@@ -147,7 +146,7 @@ def _on_host(leaf: Any) -> Any:
 
 def _set(resource: Any, settings: Any) -> None:
     """Apply the coordinator's settings: a model's training modes and frozen parameters, or an optimizer's options."""
-    if any(library.set(resource, settings) for library in libraries):
+    if any(library.set(resource, settings) for library in libraries()):
         return
     if isinstance(resource, torch.nn.Module):
         (modes, frozen), modules = settings, list(resource.modules())

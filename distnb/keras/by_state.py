@@ -7,7 +7,7 @@ attributes, and with references to the variables that the servers hold.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -70,6 +70,11 @@ class KerasLibrary(Library):
     def is_metric(self, obj: Any) -> bool:
         return isinstance(obj, keras.metrics.Metric)
 
+    def opened(self, metric: Any, device: torch.device) -> None:
+        owner = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
+        if not owner.__module__.startswith("keras."):
+            vars(metric)["update_state"] = functools.partial(_checked_update, metric, metric.update_state)
+
     def reset(self, metric: Any) -> None:
         metric.reset_state()
         vars(metric)["_distnb_before"] = {place: value.clone() for place, value in _own_values(metric).items()}
@@ -96,6 +101,37 @@ def _own_values(metric: Any) -> dict[int, torch.Tensor]:
                 "workers' counts are summed: with a ParameterServerStrategy a metric's variables must use 'sum'."
             )
     return {place: each.value.detach() for place, each in enumerate(keras_internals.own_variables(metric))}
+
+
+def _checked_update(metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Update a user's metric, and check that updates add up: another update with the same arguments adds the same.
+
+    The check ends with the first update that changes something.
+
+    Raises:
+        OptionError: They do not, as in a maximum, whereas the coordinator adds up the workers' counts.
+    """
+    states = []
+    for _ in range(2):
+        states.append({place: value.clone() for place, value in _own_values(metric).items()})
+        result = plain(*args, **kwargs)
+    first, second = states[0], states[1]
+    third = _own_values(metric)
+    added = {place: (value - first[place], third[place] - value) for place, value in second.items() if place in first}
+    for place, value in third.items():
+        if place in second:
+            value.copy_(second[place])
+    if not any(once.any() for once, _ in added.values()):
+        return result
+    del vars(metric)["update_state"]
+    if not all(torch.allclose(once, again, rtol=1e-3, equal_nan=True) for once, again in added.values()):
+        raise OptionError(
+            f"The updates of the metric {metric.name} do not add up: the same update changed its variables by another "
+            "amount when it was repeated, as a maximum does. With a ParameterServerStrategy the coordinator adds up "
+            "what the workers have counted. Return the value from the function, and update the metric on the "
+            "coordinator; or use a metric of sums, or distnb.metrics.Max and Min."
+        )
+    return result
 
 
 def _state_of(obj: Any) -> dict[str, Any]:

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 from distnb.coordinator.coordinator import ClusterCoordinator
-from distnb.coordinator.libraries import libraries
 from distnb.coordinator.per_worker import PerWorkerDataset, is_function
 from distnb.errors import OptionError
 from distnb.keras import keras_internals
-from distnb.keras.by_state import HERE, METHODS, READS, KerasLibrary
+from distnb.keras.by_state import HERE, METHODS, READS
 from distnb.keras.data import DatasetCreator, as_tensor
 from distnb.keras.server_optimizer import make_remote
 from distnb.options import InputOptions
@@ -35,7 +34,6 @@ __all__ = ["ModelOnServers"]
 _logger = logging.getLogger("distnb.keras")
 
 _AHEAD = 8  # closures per worker that the loop may schedule ahead
-libraries.append(KerasLibrary())
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import distnb
+from distnb.coordinator import ClusterCoordinator
+from distnb.errors import OptionError
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
@@ -34,6 +38,94 @@ def dataset_fn(context: distnb.InputContext) -> Iterator[Any]:
     while True:
         x = generator.normal(size=(32, 8)).astype("float32")
         yield x, (x.sum(1, keepdims=True) > 0).astype("float32")
+
+
+# The next two tests are the first of this module: the workers have not loaded Keras yet.
+
+
+def test_metrics_count_on_workers_that_have_not_loaded_keras(strategy: Any) -> None:
+    coordinator = ClusterCoordinator(strategy)
+    assert not any(coordinator.fetch([coordinator.schedule(lambda: "keras" in sys.modules) for _ in range(8)]))
+    with strategy.scope():
+        mean = keras.metrics.Mean()
+        plain = keras.metrics.Mean()
+    for number in range(10):
+        coordinator.schedule(lambda number: mean.update_state(number), args=(float(number),))
+        plain.update_state(float(number))
+    coordinator.join()
+    assert (float(mean.result()), float(mean.count)) == (4.5, 10.0)
+    assert float(plain.result()) == 4.5
+
+
+def test_a_loop_of_ones_own_trains_a_built_keras_optimizer(strategy: Any) -> None:
+    def built() -> tuple[Any, Any, Any]:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        optimizer, metric = keras.optimizers.Adam(0.05), keras.metrics.Mean()
+        optimizer.build(model.trainable_variables)
+        return model, optimizer, metric
+
+    def step(made: Any) -> None:
+        model, optimizer, metric = made
+        loss = (model(torch.arange(32.0).reshape(8, 4) / 10) ** 2).mean()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            optimizer.apply([each.value.grad for each in model.trainable_variables], model.trainable_variables)
+        metric.update_state(loss.detach())
+
+    coordinator, plain = ClusterCoordinator(strategy), built()
+    with strategy.scope():
+        mine = built()
+    for run in (False, True):
+        for _ in range(5):
+            step(plain)
+            coordinator.schedule(lambda run=run: strategy.run(step, args=(mine,)) if run else step(mine))
+            coordinator.join()
+    assert int(mine[1].iterations) == 10
+    assert float(mine[2].result()) == pytest.approx(float(plain[2].result()))
+    for value, expected in zip(mine[0].get_weights(), plain[0].get_weights(), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+class Largest(keras.metrics.Metric):  # type: ignore[misc]
+    """A metric of the user's whose updates do not add up."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.largest = self.add_variable((), "zeros", name="largest")
+
+    def update_state(self, values: Any, _predicted: Any = None, sample_weight: Any = None) -> None:
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(values)))
+
+    def result(self) -> Any:
+        return self.largest
+
+
+class Total(Largest):
+    """A metric of the user's whose updates add up."""
+
+    def update_state(self, values: Any, _predicted: Any = None, sample_weight: Any = None) -> None:
+        self.largest.assign(self.largest + keras.ops.sum(keras.ops.cast(values, "float32")))
+
+
+@pytest.mark.parametrize("place", ["scheduled", "fit"])
+def test_a_metric_whose_updates_do_not_add_up_is_refused(strategy: Any, tmp_path: Path, place: str) -> None:
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        largest, total = Largest(), Total()
+    for number in range(5):
+        coordinator.schedule(lambda number: total.update_state(torch.tensor([number, 1.0])), args=(number,))
+    coordinator.join()
+    assert float(total.result()) == 15
+    with pytest.raises(OptionError, match="updates of the metric largest do not add up"):
+        if place == "fit":
+            model = compiled(strategy, tmp_path)
+            model.compile("sgd", "mse", metrics=[largest])
+            model.fit(dataset_fn, steps_per_epoch=3, verbose=0)
+        else:
+            coordinator.schedule(largest.update_state, args=(torch.tensor([0.0]),))  # changes nothing
+            coordinator.schedule(largest.update_state, args=(torch.tensor([3.0]),))
+            coordinator.join()
 
 
 class Slow(keras.layers.Layer):  # type: ignore[misc]

@@ -14,6 +14,7 @@ from distnb.variables.variable import Variable
 
 __all__ = [
     "begin_program",
+    "computes_with_torch",
     "is_shared",
     "modules_in",
     "prepare",
@@ -35,13 +36,13 @@ def prepare() -> None:
     """Prepare each loaded library for replicas: objects that it makes from now on are handled. Idempotent."""
     for library in _KEEPERS.keys() - _prepared.keys():
         loaded: Any = sys.modules.get(library)
-        if loaded is not None and _computes_with_torch(loaded):
+        if loaded is not None and computes_with_torch(loaded):
             keeper: Any = importlib.import_module(_KEEPERS[library])
             keeper.install()
             _prepared[library] = keeper
 
 
-def _computes_with_torch(library: Any) -> bool:
+def computes_with_torch(library: Any) -> bool:
     """Return whether a library with several backends uses torch. Return False while the library is being imported."""
     backend = getattr(library, "backend", None)
     return getattr(backend, "backend", lambda: None)() == "torch"
