@@ -24,6 +24,7 @@ with private_names("torch"):
     from torch._tensor_str import PRINT_OPTS
     from torch._tensor_str import _tensor_str as elements_as_text
     from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.nn.utils.parametrize import _inject_new_class, _inject_property, is_parametrized
     from torch.utils._pytree import tree_leaves as leaves
     from torch.utils._pytree import tree_map as map_leaves
 
@@ -46,6 +47,8 @@ __all__ = [
     "backward_function",
     "check_batch",
     "copy_each",
+    "call_load_hooks",
+    "call_state_dict_hooks",
     "cudnn_benchmark",
     "cudnn_deterministic",
     "default_device",
@@ -69,6 +72,7 @@ __all__ = [
     "patch_step",
     "plain_data",
     "pre_hooks",
+    "reduce_parametrized",
     "save_own",
     "saved",
     "scale_each",
@@ -76,6 +80,7 @@ __all__ = [
     "shape_and_offset_of_shard",
     "shapes_of_outputs",
     "sparse_parts",
+    "step_hooks",
     "typed_storage",
     "untyped_storage",
     "uses_of_storage",
@@ -171,8 +176,8 @@ def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 
 
 def has_gradient_hook(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a hook that runs after a gradient was accumulated."""
-    return bool(tensor._post_accumulate_grad_hooks)
+    """Return whether a tensor has a hook that runs when its gradient was computed or accumulated."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -288,6 +293,57 @@ def has_state_hooks(module: torch.nn.Module) -> bool:
 def patch_step(optimizer: torch.optim.Optimizer) -> None:
     """Make `step` of an optimizer's class call the hooks for steps."""
     optimizer._patch_step_function()
+
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's own hooks for steps, by the names of attributes."""
+    return {name: found for name in _STEP_HOOKS if (found := vars(optimizer).get(name))}
+
+
+def call_state_dict_hooks(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `make` returns, as changed by an optimizer's hooks for `state_dict`."""
+    for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        pre_hook(optimizer)
+    state = make()
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = hook(optimizer, state)
+        state = state if changed is None else changed
+    return state
+
+
+def call_load_hooks(optimizer: Any, state: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+    """Call `load` with a state, as changed by an optimizer's hooks for `load_state_dict`."""
+    state = state.copy()
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = pre_hook(optimizer, state)
+        state = state if changed is None else changed
+    load(state)
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def reduce_parametrized(module: Any) -> tuple[Any, ...] | None:
+    """Return the reduction, as `__reduce__` does, of a module with parametrizations, whose class torch has made.
+
+    Return None for any other object.
+    """
+    if not isinstance(module, torch.nn.Module) or not is_parametrized(module):
+        return None
+    return _new_object, (type(module).__base__,), dict(vars(module)), None, None, _set_parametrized
+
+
+def _new_object(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _set_parametrized(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    vars(module).update(state)
+    _inject_new_class(module)
+    for name in state["_modules"]["parametrizations"]:
+        _inject_property(module, name)
 
 
 def is_own_attribute(name: str) -> bool:

@@ -135,7 +135,7 @@ class ClusterCoordinator:
         self._queue = ClosureQueue(_DEPTH if self._link.replicas_per_worker == 1 else 1)
         runtime = roles.coordinating(strategy)
         runtime.access.fence = _fence
-        self._packer = ClosurePacker(roles.models, runtime.access)
+        self._packer = ClosurePacker(roles.models, runtime.access, roles.take)
         self._closures: dict[int, _Closure] = {}
         self._programs: dict[int, tuple[int, int]] = {}  # by program number: the closure, and the worker
         self._sent: dict[int, Sent] = {}  # by worker
@@ -698,11 +698,15 @@ class ClusterCoordinator:
         return []
 
     def _seed_of(self, worker: int) -> int:
-        """Return the seed of a worker. Each worker draws different numbers, all determined by the seed set here."""
+        """Return the seed of a worker. Each worker draws different numbers, all determined by the seed set here.
+
+        The random numbers of this process continue as if nothing had been scheduled.
+        """
         if self._seed is None:
             import torch
 
-            self._seed = int(torch.randint(1 << 62, ()))
+            with torch.random.fork_rng(devices=[]):
+                self._seed = int(torch.randint(1 << 62, ()))
         return random.Random(f"{self._seed} {worker}").getrandbits(63)
 
     def _no_worker_text(self) -> str:

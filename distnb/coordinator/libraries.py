@@ -36,6 +36,10 @@ class Library(ABC):
     A metric counts on workers, from a closure's start. When the closure has ended, the coordinator adds the counts.
     """
 
+    def renews(self, root: Any) -> bool:
+        """Return whether the library itself calls `ClusterCoordinator.forget` for a model that has changed."""
+        return False
+
     def parts(self, root: Any) -> Iterable[Any]:
         """Return the modules that belong to a model's description, including those that torch does not know of."""
         return ()
@@ -51,6 +55,10 @@ class Library(ABC):
     def set(self, resource: Any, settings: Any) -> bool:
         """Apply the settings of a closure to a worker's object. Return False if it is not of this library."""
         return False
+
+    def check_settings(self, resource: Any, settings: Any) -> None:
+        """Raise ProgramError if a function has changed a worker's object so that it no longer has the settings."""
+        return
 
     def load(self) -> None:
         """Prepare the library as on the coordinator, before a function that may use it runs."""

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from distnb.compat import torch_internals
+from distnb.coordinator.composition import Composition, CompositionRecord
 from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.coordinator.per_worker import PerWorkerValues
 from distnb.coordinator.pickling import ClosurePickler, PickledParts, dump
@@ -88,6 +90,7 @@ class ClosurePacker:
     Args:
         roots: A function that returns the models that scopes of strategies with parameter servers made.
         access: The variables on the servers.
+        take: A function that puts the tensors of a model on the servers which it got since its scope.
 
     Attributes:
         forgotten: The number of resources that no longer exist. Workers may drop them, too.
@@ -95,17 +98,26 @@ class ClosurePacker:
         imports: The modules that packed functions import.
     """
 
-    def __init__(self, roots: Callable[[], Sequence[torch.nn.Module]], access: ServerAccess) -> None:
+    def __init__(
+        self,
+        roots: Callable[[], Sequence[torch.nn.Module]],
+        access: ServerAccess,
+        take: Callable[[torch.nn.Module], None],
+    ) -> None:
         self.forgotten = 0
         self.sources: dict[str, str] = {}
         self.imports: set[str] = set()
         self._roots = roots
         self._access = access
+        self._take = take
         self._known: dict[int, _Known] = {}
         self._functions: dict[bytes, int] = {}  # by digest; 0: seen once
         self._objects: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity: the object, and its number
         self._metrics: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
+        self._compositions: dict[int, CompositionRecord] = {}  # of models and optimizers, as they were described
+        self._compared: set[int] = set()  # the resources that were compared with their records in this `pack`
+        self._at_rest = True
         self._captured: Environment | None = None
         self._modes = _NO_MODES
 
@@ -121,12 +133,14 @@ class ClosurePacker:
 
         Args:
             at_rest: True if no closure is running. Only then are changes through `.data`, which torch does not count,
-                detected, because comparing every parameter takes time.
+                and changes of other attributes of a model detected, because comparing them all takes time.
 
         Raises:
             CannotTravelError: Something in it cannot be sent to a worker.
         """
         with self._lock:
+            self._at_rest = at_rest
+            self._compared.clear()
             self._access.send_changes(thorough=at_rest)
             shown, found = self._function(function)
             if args or kwargs:
@@ -228,6 +242,8 @@ class ClosurePacker:
             if isinstance(obj, ServerVariable):
                 more = (obj._settings, obj.distribute_strategy, type(obj) is not ServerVariable, obj.sparse_gradients)
                 return open_representative, (stored, *more)
+            if torch_internals.has_gradient_hook(obj):
+                raise _refusal_of_hooks(stored.name or "A tensor")
             return open_copy, (stored, isinstance(obj, torch.nn.Parameter), obj.requires_grad)
         if isinstance(obj, torch.nn.Module):
             return self._module(obj, pickler)
@@ -238,7 +254,8 @@ class ClosurePacker:
             return self._resource(obj, pickler, lambda: obj.maker)
         if remote_optimizer.is_remote(obj):
             options = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
-            return self._resource(obj, pickler, functools.partial(remote_optimizer.described, obj), options)
+            describe = functools.partial(remote_optimizer.described, obj)
+            return self._resource(obj, pickler, describe, options, Composition((obj,)))
         if library_of(obj) is not None:
             return self._metric(obj, pickler)
         described = next((found for library in libraries() if (found := library.described(obj)) is not None), None)
@@ -260,8 +277,17 @@ class ClosurePacker:
             if place is not None:
                 modules = list(root.modules())
                 modes = [each.training for each in modules]
-                frozen = [number for number, each in enumerate(parameters_of_each(modules)) if not each.requires_grad]
-                opened = self._resource(root, pickler, functools.partial(_identity, root), (modes, frozen))
+                parameters = list(parameters_of_each(modules))
+                frozen = [number for number, each in enumerate(parameters) if not each.requires_grad]
+                if any(map(torch_internals.has_gradient_hook, parameters)):
+                    raise _refusal_of_hooks(
+                        next(name for name, each in root.named_parameters() if torch_internals.has_gradient_hook(each))
+                    )
+                buffers = (each for module in modules for each in module._buffers.values())
+                renewed = any(library.renews(root) for library in libraries())
+                composition = None if renewed else Composition(modules, (*parameters, *buffers))
+                describe = functools.partial(self._complete, root)
+                opened = self._resource(root, pickler, describe, (modes, frozen), composition)
                 return (open_module, (*opened[1], place)) if place else opened
         if any(each.requires_grad for each in module.parameters()):
             raise CannotTravelError(
@@ -270,29 +296,65 @@ class ClosurePacker:
             )
         return None
 
+    def _complete(self, root: torch.nn.Module) -> torch.nn.Module:
+        """Return a model that is to be described, with all of its tensors on the servers."""
+        self._take(root)
+        return root
+
     def _resource(
-        self, obj: Any, pickler: ClosurePickler, describe: Callable[[], Any], settings: Any = None
+        self,
+        obj: Any,
+        pickler: ClosurePickler,
+        describe: Callable[[], Any],
+        settings: Any = None,
+        composition: Composition | None = None,
     ) -> tuple[Any, tuple[int]]:
-        """Return a reference to a resource. Its first reference also describes it."""
+        """Return a reference to a resource. Its first reference also describes it.
+
+        Args:
+            composition: What it consists of. If that has changed, it becomes another resource.
+        """
         found = self._objects.get(id(obj))
-        if found is not None and found[0]() is obj:
-            number = found[1]
-        else:
-            number, identity = next(_numbers), id(obj)
-            self._objects[identity] = (weakref.ref(obj, lambda _: self._forget(identity, number)), number)
-            self._known[number] = _Known(PickledParts(b""), {}, {})  # the description may refer to the resource itself
-            packed, within = dump(describe(), f"A {type(obj).__name__}", self, root=obj)
-            if within.inputs:
-                raise CannotTravelError(
-                    f"A {type(obj).__name__} refers to a RemoteValue. Use the value: coordinator.fetch(...)."
-                )
-            within.needs.pop(number, None)
-            # Hold no reference to the resources that it needs: an optimizer needs its parameters, but not their model.
-            self._known[number] = _Known(packed, dict.fromkeys(within.needs), within.settings)
+        number = found[1] if found is not None and found[0]() is obj else 0
+        if number and composition is not None and self._has_changed(obj, number, describe, composition):
+            self._forget(id(obj), number)
+            number = 0
+        if not number:
+            number = self._describe(obj, describe)
+            if composition is not None:
+                self._compositions[number] = composition.record()
         pickler.needs[number] = obj
         if settings is not None:
             pickler.settings[number] = settings
         return open_resource, (number,)
+
+    def _describe(self, obj: Any, describe: Callable[[], Any]) -> int:
+        """Describe a new resource, and return its number."""
+        number, identity = next(_numbers), id(obj)
+        self._objects[identity] = (weakref.ref(obj, lambda _: self._forget(identity, number)), number)
+        self._known[number] = _Known(PickledParts(b""), {}, {})  # the description may refer to the resource itself
+        self._compared.add(number)
+        packed, within = dump(describe(), f"A {type(obj).__name__}", self, root=obj)
+        if within.inputs:
+            raise CannotTravelError(
+                f"A {type(obj).__name__} refers to a RemoteValue. Use the value: coordinator.fetch(...)."
+            )
+        within.needs.pop(number, None)
+        # Hold no reference to the resources that it needs: an optimizer needs its parameters, but not their model.
+        self._known[number] = _Known(packed, dict.fromkeys(within.needs), within.settings)
+        return number
+
+    def _has_changed(self, obj: Any, number: int, describe: Callable[[], Any], composition: Composition) -> bool:
+        """Return whether the description of a resource is not that of its present state."""
+        if number in self._compared:
+            return False
+        self._compared.add(number)
+        record = self._compositions[number]
+        if record.matches(composition, thorough=self._at_rest):
+            return False
+        packed, _ = dump(describe(), f"A {type(obj).__name__}", self, root=obj)
+        self._compositions[number] = composition.record()
+        return packed != self._known[number].packed
 
     def _forget(self, identity: int, number: int) -> None:
         found = self._objects.get(identity)
@@ -301,12 +363,20 @@ class ClosurePacker:
         self._drop(number)
 
     def _drop(self, number: int) -> None:
+        self._compositions.pop(number, None)
         if self._known.pop(number, None) is not None:
             self.forgotten += 1
 
 
 def _identity(obj: Any) -> Any:
     return obj
+
+
+def _refusal_of_hooks(name: str) -> CannotTravelError:
+    return CannotTravelError(
+        f"{name} has a hook on its gradient (register_hook), which workers' copies would lack. Register the hook in "
+        "the scheduled function, before its backward pass, and remove it at the end; or change the gradient there."
+    )
 
 
 _NO_ARGUMENTS = PickledParts(pickle.dumps(((), {}), protocol=5))

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cloudpickle
 import torch
 
+from distnb.compat import torch_internals
 from distnb.coordinator.libraries import libraries, library_of, parts_of
-from distnb.errors import CannotTravelError
+from distnb.errors import CannotTravelError, ProgramError
 from distnb.objects.code.definitions import names_of_code, source_of
 from distnb.objects.memory.tensor_bytes import reduce_tensor
 from distnb.objects.packing import out_of_band
+from distnb.objects.placeholder import Placeholder
 
 if TYPE_CHECKING:
     from distnb.coordinator.packer import ClosurePacker
@@ -57,6 +59,12 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
             found = self._packer.reference(obj, self)
             if found is not None:
                 return found
+        if (reduced := torch_internals.reduce_parametrized(obj)) is not None:
+            return reduced
+        if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled():
+            return Placeholder, (_NO_SCALER,)
+        if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+            return _new_schedule, (type(obj),), dict(vars(obj)), None, None, _set_schedule
         if type(obj) is types.MethodType and library_of(obj.__self__) is not None:
             return getattr, (obj.__self__, obj.__name__)  # of the worker's metric, which may have replaced the method
         if type(obj) is torch.nn.Parameter:
@@ -68,6 +76,27 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if reduced is not None:
                 return reduced
         return super().reducer_override(obj)
+
+
+_NO_SCALER = (
+    "A GradScaler was used in a scheduled function. The factor that it adapts would change in a worker's copy only. "
+    "Use torch.autocast with bfloat16, which needs none."
+)
+
+
+def _new_schedule(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _set_schedule(schedule: Any, state: dict[str, Any]) -> None:
+    vars(schedule).update(state, step=_refuse_step)
+
+
+def _refuse_step(*args: Any, **kwargs: Any) -> None:
+    raise ProgramError(
+        "A learning rate schedule took a step in a scheduled function, in a worker's copy that the next function would "
+        "not see. Call its `step` on the coordinator, which sends the learning rate with each function."
+    )
 
 
 def _described_with(root: Any) -> Iterator[Any]:

@@ -45,7 +45,7 @@ class Runner:
         self._resources: dict[int, Any] = {}
         self._reaches: dict[int, Reach] = {}
         self._inputs: dict[int, Any] = {}
-        self._run_before: set[Any] = set()  # the code objects of functions
+        self._run_before: set[Any] = set()  # the code objects of functions, with their variables
 
     def receive(self, message: RunClosure) -> None:
         """Store the definitions that are sent only once, and drop others, even if the closure is not to run."""
@@ -72,7 +72,8 @@ class Runner:
         metrics = {each: (kind, obj) for each, obj in reached.items() if (kind := library_of(obj)) is not None}
         for kind, metric in metrics.values():
             kind.reset(metric)
-        closure = ClosureRun(number=message.closure, fence=message.fence, is_new=self._is_new(function))
+        is_new = self._is_new(function, frozenset(self.reach.variables))
+        closure = ClosureRun(number=message.closure, fence=message.fence, is_new=is_new)
         with self.access.running(closure, self.reach.variables, fresh) as running:
             try:
                 with self._placed:
@@ -83,6 +84,8 @@ class Runner:
                     "datasets endless (let the dataset function repeat its data: `while True: yield from …`), or catch "
                     "StopIteration."
                 ) from end
+            for number, its in settings.items():
+                _check(self.resource(number), its)
             if self.access.replicas is not None:
                 value = self.access.replicas.whole(value)
         counted = {each: map_structure(_on_host, kind.contribution(obj)) for each, (kind, obj) in metrics.items()}
@@ -90,14 +93,14 @@ class Runner:
         packed = value if type(value) in _PLAIN else dump(value, "The result of a closure")[0]
         return ClosureResult(packed, contributions or None, tuple(running.staleness))
 
-    def _is_new(self, function: Any) -> bool:
-        """Return whether a function of this code, whatever it refers to, runs here for the first time."""
-        code = getattr(function, "__code__", type(function))
-        if code in self._run_before:
+    def _is_new(self, function: Any, variables: frozenset[int]) -> bool:
+        """Return whether a function of this code runs here with these variables for the first time."""
+        identity = getattr(function, "__code__", type(function)), variables
+        if identity in self._run_before:
             return False
         if len(self._run_before) == _FUNCTIONS:
             self._run_before.clear()
-        self._run_before.add(code)
+        self._run_before.add(identity)
         return True
 
     def _keep_in_sync(self) -> None:
@@ -125,6 +128,7 @@ class Runner:
                         self.access.replicas.bind(found)
                 elif isinstance(found, torch.nn.Module):
                     self._new_models.append(found)
+                    self.access.model_tensors.add(found)
                 self._reaches[number] = self.reach
                 self._resources[number] = found
                 del self._packed[number]
@@ -158,4 +162,13 @@ def _set(resource: Any, settings: Any) -> None:
                 parameter.requires_grad_(not parameter.requires_grad)
     else:
         for group, options in zip(resource.param_groups, settings, strict=True):
-            group.update(options)
+            copies = {name: each.clone() for name, each in options.items() if isinstance(each, torch.Tensor)}
+            group.update(options | copies)
+
+
+def _check(resource: Any, settings: Any) -> None:
+    """Raise ProgramError if the function has changed an optimizer's options, which the next function would not see."""
+    if remote_optimizer.is_remote(resource):
+        remote_optimizer.check_options(resource, settings)
+    for library in libraries():
+        library.check_settings(resource, settings)

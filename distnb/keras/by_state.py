@@ -17,7 +17,7 @@ from distnb.coordinator.libraries import Library, ResourceDescription
 from distnb.coordinator.references import current_worker
 from distnb.errors import OptionError
 from distnb.keras import keras_internals
-from distnb.keras.server_optimizer import RemoteApply, described, set_options
+from distnb.keras.server_optimizer import RemoteApply, check_options, described, set_options
 
 __all__ = ["HERE", "METHODS", "READS", "KerasLibrary"]
 
@@ -38,6 +38,9 @@ _SEEDS_APART = 0x9E3779B1  # each worker draws different noise; the first worker
 
 class KerasLibrary(Library):
     """Support for Keras in closures."""
+
+    def renews(self, root: Any) -> bool:
+        return isinstance(root, keras.layers.Layer)  # its loops do, and keep iterators in its attributes meanwhile
 
     def parts(self, root: Any) -> Iterable[Any]:
         if not isinstance(root, keras.layers.Layer):
@@ -64,6 +67,10 @@ class KerasLibrary(Library):
             return False
         set_options(resource, settings)
         return True
+
+    def check_settings(self, resource: Any, settings: Any) -> None:
+        if isinstance(resource, RemoteApply):
+            check_options(resource, settings)
 
     # Metrics --------------------------------------------------------------------------------------------------------
 

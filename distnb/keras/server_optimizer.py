@@ -20,7 +20,7 @@ from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_messages import Gradient, SetOptimizer, Shard, StepOptimizer
 from distnb.runtime.servers.shard_placement import Stored
 
-__all__ = ["RemoteApply", "described", "make_remote", "set_options"]
+__all__ = ["RemoteApply", "check_options", "described", "make_remote", "set_options"]
 
 _ITERATION = "iteration"
 _PLAIN = (bool, int, float, type(None))
@@ -404,6 +404,14 @@ def described(optimizer: Any) -> ResourceDescription:
         lambda: _Opener(cls=type(shown).of, config=_config(shown), remote=shown._remote, trained=shown._trained),
         _options(optimizer),
     )
+
+
+def check_options(optimizer: Any, options: Mapping[str, Any]) -> None:
+    """Raise ProgramError if a function has changed a number of its worker's optimizer."""
+    now = _options(optimizer)
+    changed = next((name for name, value in options.items() if now.get(name) != value), None)
+    if changed is not None:
+        raise remote_optimizer.changed_option(optimizer.name, changed, options[changed], now.get(changed))
 
 
 def set_options(optimizer: Any, options: Mapping[str, Any]) -> None:

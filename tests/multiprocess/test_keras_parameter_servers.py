@@ -117,15 +117,14 @@ def test_a_metric_whose_updates_do_not_add_up_is_refused(strategy: Any, tmp_path
         coordinator.schedule(lambda number: total.update_state(torch.tensor([number, 1.0])), args=(number,))
     coordinator.join()
     assert float(total.result()) == 15
+    model = compiled(strategy, tmp_path)
+    model.compile("sgd", "mse", metrics=[largest])
+    coordinator.schedule(largest.update_state, args=(torch.tensor([0.0]),))  # changes nothing
+    coordinator.join()
+    if place == "scheduled":
+        coordinator.schedule(largest.update_state, args=(torch.tensor([3.0]),))
     with pytest.raises(OptionError, match="updates of the metric largest do not add up"):
-        if place == "fit":
-            model = compiled(strategy, tmp_path)
-            model.compile("sgd", "mse", metrics=[largest])
-            model.fit(dataset_fn, steps_per_epoch=3, verbose=0)
-        else:
-            coordinator.schedule(largest.update_state, args=(torch.tensor([0.0]),))  # changes nothing
-            coordinator.schedule(largest.update_state, args=(torch.tensor([3.0]),))
-            coordinator.join()
+        coordinator.join() if place == "scheduled" else model.fit(dataset_fn, steps_per_epoch=3, verbose=0)
 
 
 class Slow(keras.layers.Layer):  # type: ignore[misc]

@@ -18,6 +18,7 @@ from distnb.objects.modes.environment import capture_early
 from distnb.objects.modules.local_modules import ModuleFile
 from distnb.runtime.servers.atomic_changes import change_in_place
 from distnb.runtime.servers.copies import UNKNOWN, Copy, difference
+from distnb.runtime.servers.model_tensors import ModelTensors
 from distnb.runtime.servers.server_messages import (
     Create,
     Describe,
@@ -54,9 +55,9 @@ class ClosureRun:
     Attributes:
         number: The closure's number.
         fence: The closures that had ended when this one was sent.
-        is_new: Whether the function runs on this worker for the first time. Parameters are then compared with the
-            values that were read. Only a comparison detects changes through `.data`, but it takes as long as reading
-            the parameters, so later runs skip it.
+        is_new: Whether the function runs on this worker with these variables for the first time. Parameters are then
+            compared with the values that were read. Only a comparison detects changes through `.data`, but it takes as
+            long as reading the parameters, so later runs skip it.
         staleness: For each step, the number of updates that the worker's copies had missed.
         changes: The number of changes to each target that the closure has sent to the servers (see `Token`).
     """
@@ -104,6 +105,7 @@ class ServerAccess:
         next_is_here: Returns whether this worker has already received the next closure.
         representatives: The variables that have no copy here, by their description.
         made: The parameters created as copies since this list was last emptied.
+        model_tensors: The tensors of a worker's models.
         is_one_of_several: Whether this process is one replica of a worker with several.
     """
 
@@ -133,6 +135,7 @@ class ServerAccess:
         self.is_one_of_several = False
         self._replicas: WorkerReplicas | None = None
         self.made: list[torch.nn.Parameter] = []
+        self.model_tensors = ModelTensors()
 
     @property
     def replicas(self) -> WorkerReplicas | None:
@@ -523,6 +526,7 @@ class ServerAccess:
         Raises:
             ProgramError: The closure changed a parameter, which only optimizers and `assign` may do.
         """
+        self.model_tensors.accept_assigned()
         requests: dict[int, list[Any]] = {}
         for copy in list(self._copies.values()):
             if not copy.is_changed():
@@ -688,6 +692,7 @@ class ServerAccess:
 
     def _forget_the_latest(self) -> None:
         """Discard the changes and gradients left by a closure that failed, which must not affect the next one."""
+        self.model_tensors.put_back()
         self.mark_doubtful()
         for copy in self._copies.values():
             copy.tensor.grad = None

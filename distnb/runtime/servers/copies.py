@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from distnb.runtime.servers.server_messages import Shard
 from distnb.runtime.servers.shard_placement import Part, Stored
 
-__all__ = ["UNKNOWN", "Copy", "difference", "same_bits"]
+__all__ = ["UNKNOWN", "Copy", "difference", "same_bits", "same_value"]
 
 UNKNOWN = -1
 """The version of a part that was not read."""
@@ -144,6 +145,13 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         integers = _INTEGERS[one.element_size()]
         one, other = one.view(integers), other.view(integers)
     return torch.equal(one, other)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Return whether two options of an optimizer, which may be tensors, are equal."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(type(one) is type(other) and one == other)
 
 
 def difference(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

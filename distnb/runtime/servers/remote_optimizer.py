@@ -13,8 +13,9 @@ import cloudpickle
 import torch
 
 from distnb.compat import torch_internals
-from distnb.errors import ContextError, OptionError
+from distnb.errors import ContextError, OptionError, ProgramError
 from distnb.runtime import contexts
+from distnb.runtime.servers.copies import same_value
 from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_messages import Gradient, RowsGradient, SetOptimizer, Shard, StepOptimizer
 from distnb.runtime.servers.server_variable import ServerVariable
@@ -24,6 +25,8 @@ from distnb.variables.elementwise import is_elementwise, not_known_elementwise
 __all__ = [
     "RemoteSteps",
     "by_part",
+    "changed_option",
+    "check_options",
     "check_parts",
     "described",
     "is_remote",
@@ -122,6 +125,9 @@ class RemoteSteps:
             plain: dict[str, Any] = super().state_dict()  # type: ignore[misc]
             loaded = self._loaded
             return plain if loaded is None else {**plain, "state": loaded["state"], "iterations": self.iterations}
+        return torch_internals.call_state_dict_hooks(self, self._state_on_servers)
+
+    def _state_on_servers(self) -> dict[str, Any]:
         states = servers_here.access.optimizer_states(self._remote.number, self._remote.servers)
         kept: dict[Shard, Any] = {shard: each for found in states.values() for shard, each in found["state"].items()}
         variables = [stored for group in self._remote.groups for stored in group]
@@ -152,6 +158,9 @@ class RemoteSteps:
         Raises:
             ValueError: The state belongs to an optimizer with other parameter groups.
         """
+        torch_internals.call_load_hooks(self, state_dict, self._load)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("loaded state dict contains other parameter groups than this optimizer has")
@@ -337,12 +346,14 @@ class OpenOptimizer(NamedTuple):
         template: The optimizer without its parameters and state.
         groups: The variables of each parameter group.
         params: The parameters of each group.
+        hooks: The hooks for steps, which run on the worker.
     """
 
     number: int
     template: Any
     groups: tuple[tuple[Stored, ...], ...]
     params: list[list[Any]]
+    hooks: dict[str, Any]
 
 
 def opened(sent: OpenOptimizer) -> Any:
@@ -350,6 +361,7 @@ def opened(sent: OpenOptimizer) -> Any:
     optimizer = _built(sent.template, sent.params)
     will_be_remote(optimizer)
     optimizer._remote = _ServerSide(sent.number, sent.groups)
+    vars(optimizer).update(sent.hooks)
     return optimizer
 
 
@@ -360,4 +372,26 @@ def described(optimizer: Any) -> OpenOptimizer:
         template=_template(optimizer),
         groups=optimizer._remote.groups,
         params=[list(group["params"]) for group in optimizer.param_groups],
+        hooks=torch_internals.step_hooks(optimizer),
+    )
+
+
+def check_options(optimizer: Any, sent: Sequence[dict[str, Any]]) -> None:
+    """Raise ProgramError if a function has changed options of its worker's optimizer, such as the learning rate.
+
+    Args:
+        sent: The options of each group that the coordinator has sent with the function.
+    """
+    for group, options in zip(optimizer.param_groups, sent, strict=True):
+        for name, value in group.items():
+            if name != "params" and not same_value(value, options.get(name)):
+                raise changed_option(type(optimizer).__name__, name, options.get(name), value)
+
+
+def changed_option(optimizer: str, name: str, before: Any, after: Any) -> ProgramError:
+    """Return the error for a function that has changed an option of its worker's optimizer."""
+    return ProgramError(
+        f"A function changed {name!r} of {optimizer} on a worker, from {before} to {after}. This would be lost: an "
+        "optimizer's options are sent from the coordinator with each function. Change them there, where learning rate "
+        "schedules step, too; or set them back before the function ends."
     )

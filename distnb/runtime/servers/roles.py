@@ -21,7 +21,7 @@ from distnb.runtime.servers.worker_replicas import WorkingTogether
 from distnb.variables.homes import Home
 from distnb.variables.settings import Settings
 
-__all__ = ["Coordinating", "ServerHome", "Working", "coordinating", "models", "runtime_of"]
+__all__ = ["Coordinating", "ServerHome", "Working", "coordinating", "models", "runtime_of", "take"]
 
 
 class ServerHome(Home):
@@ -115,6 +115,13 @@ def coordinating(strategy: Owner) -> Coordinating:
 def models() -> list[Any]:
     """Return the models made in the scopes of all ParameterServerStrategies of this process. They share the servers."""
     return [root for each in _runtimes.values() if isinstance(each, Coordinating) for root in each.registration.roots]
+
+
+def take(root: Any) -> None:
+    """Put the tensors of a model on the servers which it got since its scope, such as buffers that were assigned."""
+    for each in _runtimes.values():
+        if isinstance(each, Coordinating) and any(root is model for model in each.registration.roots):
+            each.registration.take(root)
 
 
 _runtimes: dict[Owner, Coordinating | Working | WorkingTogether] = {}

@@ -107,6 +107,15 @@ class ServerVariable(Variable):
         else:
             self._gradient = gradient + self._gradient
 
+    def register_hook(self, hook: Any) -> Any:
+        """Raise OptionError: the gradient belongs to the values that were read, not to the variable."""
+        raise OptionError(
+            f"{self._settings.label} is on a parameter server, and its gradient does not pass through the variable. "
+            "Change its `grad` after the backward pass instead of registering a hook."
+        )
+
+    register_post_accumulate_grad_hook = register_hook
+
     # Reading --------------------------------------------------------------------------------------------------------
 
     def _seen(self, method: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distnb.errors import OptionError, StaleHandleError, StructureError
+from distnb.runtime.servers.copies import same_value
 from distnb.runtime.servers.server_messages import Gradient, RowsGradient, Shard
 
 __all__ = ["ServerOptimizer"]
@@ -88,7 +89,7 @@ class ServerOptimizer:
         """
         for group, wanted in zip(self._optimizer.param_groups, options, strict=True):
             for name, value in wanted.items():
-                if name not in group or not _same(group[name], value):
+                if name not in group or not same_value(group[name], value):
                     group[name] = value
         try:
             for parameter, gradient in ready:
@@ -165,9 +166,3 @@ def _fitting(shard: Shard, parameter: torch.nn.Parameter, gradient: Gradient) ->
 
 def _within(rows: torch.Tensor, size: int) -> bool:
     return not rows.numel() or (int(rows.min()) >= 0 and int(rows.max()) < size)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(type(one) is type(other) and one == other)
