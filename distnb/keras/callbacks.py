@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,10 +19,12 @@ from distnb.errors import CollectiveError, ContextError
 from distnb.input.progress import Progress
 from distnb.keras import keras_internals
 from distnb.keras.backups import Resuming
+from distnb.keras.callback_changes import MIRRORED, Changes, ModelBefore, make_changes
 from distnb.keras.data import SameBatches
 from distnb.keras.epoch_dots import EpochDots
-from distnb.keras.shards.whole_models import State, fill, share_state, state_of, whole_values
+from distnb.keras.shards.whole_models import share_state, whole_values
 from distnb.keras.shared_errors import raise_together
+from distnb.keras.tensorboard import TensorBoard
 from distnb.runtime import contexts, randomness
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
@@ -55,22 +58,27 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
     """Representative of the user's callbacks on every replica.
 
     The callbacks run once, on replica 0, as Keras calls them. All replicas receive their changes when the call has
-    ended. After calls for epochs and the whole training, these are all changes: weights, the optimizer's variables, the
-    end of training, the first epoch, logs. After calls for batches, which are frequent, they are the end of training
-    and the learning rate. If a callback draws random numbers, all replicas draw them. If a callback raises, all
-    replicas raise its error when the call has ended, and no further callback is called.
+    ended: of the model (see `callback_changes`) and the end of training, and after calls for epochs and the whole
+    training also the first epoch and logs. If a callback draws random numbers, all replicas draw them. If a callback
+    raises, all replicas raise its error when the call has ended, and no further callback is called.
+
+    Args:
+        strategy: The strategy of the model.
+        model: The model.
+        callbacks, verbose: Arguments of Keras's loop.
 
     Attributes:
         acting: True while the user's callbacks run. Their calls on the model then concern this replica alone.
         batches: The comparison of the batches that the replicas read in the current pass over data.
     """
 
-    def __init__(self, model: Any, callbacks: Any, verbose: Any) -> None:
+    def __init__(self, strategy: Any, model: Any, callbacks: Any, verbose: Any) -> None:
         super().__init__()
         self.acting = self._is_whole = False
         process = this_process.replica
         assert process is not None
         self._group, self._is_chief = process.group, process.rank == 0
+        self._registration = process.runtime_of(strategy).registration
         given = keras.tree.flatten(callbacks) if callbacks else []
         self._given = given
         self._own = given if self._is_chief else []
@@ -83,6 +91,7 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
         self._resuming = Resuming(model, given)
         self.batches = SameBatches(lambda: self._group)
         self._shared = {name for name in _BATCHES for each in given if _acts(each, name)}
+        self._changing = {name for name in _BATCHES for each in given if _acts(each, name) and not _only_saves(each)}
         self._error: BaseException | None = None
         self._next_live = 0.0
         self._reading = Progress(epoch=0)
@@ -136,6 +145,19 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
         finally:
             self.acting = False
 
+    def _call_for_changes(self, name: str, *args: Any) -> Changes:
+        """Call the chief's callbacks, and return their changes of the model."""
+        if not self._is_chief:
+            return Changes()
+        before = ModelBefore(self.model, self._registration)
+        self._call(name, *args)
+        try:
+            with contexts.executing(contexts.Execution(None, "single")):
+                return before.changes()
+        except ContextError as error:
+            self._error = self._error or error
+            return Changes()
+
     def _raise_together(self, failed: bool) -> None:
         """Raise the chief's error on all replicas, if it has one."""
         if not failed:
@@ -171,20 +193,28 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
             self._call(name, batch, logs)
             return
         before = randomness.captured() if self._is_chief else b""
-        self._call(name, batch, logs)
-        self._share_batch_changes(drawn=self._is_chief and randomness.captured() != before)
+        if name in self._changing:
+            changes = self._call_for_changes(name, batch, logs)
+        else:
+            changes = Changes()
+            self._call(name, batch, logs)
+        self._share_batch_changes(changes, drawn=self._is_chief and randomness.captured() != before)
 
-    def _share_batch_changes(self, *, drawn: bool) -> None:
+    def _share_batch_changes(self, changes: Changes, *, drawn: bool) -> None:
         model, optimizer = self.model, getattr(self.model, "optimizer", None)
         rate = float(optimizer.learning_rate) if optimizer is not None else 0.0
         failed = self._error is not None
-        facts = torch.tensor([float(model.stop_training), rate, float(drawn), float(failed)], dtype=torch.float64)
+        facts = torch.tensor([model.stop_training, rate, drawn, failed, bool(changes)], dtype=torch.float64)
         self._group.broadcast(facts)
         if facts[2]:
             randomness.share(self._group)
         model.stop_training = bool(facts[0])
         if optimizer is not None and float(facts[1]) != rate:
             optimizer.learning_rate = float(facts[1])
+        if facts[4]:
+            changes = broadcast_tree(self._group, changes, 0)
+            if not self._is_chief:
+                make_changes(model, self._registration, changes)
         self._raise_together(bool(facts[3]))
 
     # Calls for epochs, and for the start and end of loops -----------------------------------------------------------
@@ -195,15 +225,13 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
         uses_weights = any(_uses_weights(each, name) for each in self._given)
         with whole_values(self.model) if uses_weights else nullcontext(False) as is_whole:
             self._is_whole = is_whole
-            before = {key: _state(value) for key, value in state_of(self.model).items()} if self._is_chief else {}
-            self._call(name, *args)
-            here = state_of(self.model) if self._is_chief else {}
-            changed = {key: value for key, value in here.items() if before.get(key) != _state(value)}
+            changes = self._call_for_changes(name, *args)
         self._is_whole = False
         if is_whole:
-            share_state(self._group, self.model, changed)
-            changed = {}
-        failed = self._share_changes(changed, args[-1])
+            whole = {key: value for key, value in changes.tensors.items() if key[0] != MIRRORED}
+            share_state(self._group, self.model, whole if self._is_chief else None)
+            changes.tensors = {key: value for key, value in changes.tensors.items() if key not in whole}
+        failed = self._share_changes(changes, args[-1])
         randomness.share(self._group)
         self._raise_together(failed)
         self._training = (self._training or name == "train_begin") and name != "train_end"
@@ -217,47 +245,53 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
             states = [_changed(each, before) for each, before in zip(self._given, self._contents, strict=True)]
         for each, state in zip(self._given, broadcast_tree(self._group, states, 0), strict=True):
             if state and not self._is_chief:
-                vars(each).update({sys.intern(name): value for name, value in cloudpickle.loads(state).items()})
+                changed = {sys.intern(name): pickle.loads(content) for name, content in pickle.loads(state).items()}
+                vars(each).update(changed)
 
-    def _share_changes(self, changed: State, logs: dict[str, Any] | None) -> bool:
+    def _share_changes(self, changes: Changes, logs: dict[str, Any] | None) -> bool:
         """Share the changes that the chief's callbacks made. Return whether one of them failed."""
-        sent: Any = None
+        model, sent = self.model, None
         failed: bool
         if self._is_chief:
-            epoch, failed = keras_internals.initial_epoch(self.model), self._error is not None
-            values = {key: value.detach().cpu() for key, value in changed.items()}
-            sent = values, bool(self.model.stop_training), epoch, logs, failed
-        changed, self.model.stop_training, epoch, new_logs, failed = broadcast_tree(self._group, sent, 0)
+            sent = (
+                changes,
+                bool(model.stop_training),
+                keras_internals.initial_epoch(model),
+                logs,
+                self._error is not None,
+            )
+        changes, model.stop_training, epoch, new_logs, failed = broadcast_tree(self._group, sent, 0)
         if self._is_chief:
             return failed
         if logs is not None:
             logs.clear()
             logs.update(new_logs)
-        keras_internals.set_initial_epoch(self.model, epoch)
-        here = state_of(self.model)
-        for key, value in changed.items():
-            fill(here[key], value)
+        keras_internals.set_initial_epoch(model, epoch)
+        make_changes(model, self._registration, changes)
         return failed
 
 
-def _state(value: torch.Tensor) -> tuple[int, int]:
-    """Return a tensor's identity and version, which differ after any write to the tensor."""
-    return id(value), -1 if value.is_inference() else value._version
+class _StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """A pickler that refuses models and the like, of which each replica has its own, wherever they are in a value."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (torch.nn.Module, keras_internals.Saveable, keras.Variable)):
+            raise pickle.PicklingError(f"a {type(obj).__name__} is not sent")
+        return super().reducer_override(obj)
 
 
 def _contents(callback: Any) -> dict[str, bytes]:
-    """Pickle a callback's attributes, by name, as far as they can be sent.
-
-    Models and the like are omitted: each replica has its own.
-    """
+    """Pickle a callback's attributes, by name, as far as they can be sent."""
     contents = {}
     for name, value in vars(callback).items():
-        of_each = name in ("_model", "params") or isinstance(value, (torch.nn.Module, keras_internals.Saveable))
-        if not of_each:
-            try:
-                contents[name] = cloudpickle.dumps(value)
-            except Exception:  # noqa: BLE001  # the error of a file or a lock: the attribute stays on the chief
-                continue
+        if name in ("_model", "params"):
+            continue
+        file = io.BytesIO()
+        try:
+            _StatePickler(file).dump(value)
+        except Exception:  # noqa: BLE001  # the error of a file or a lock: the attribute stays on the chief
+            continue
+        contents[name] = file.getvalue()
     return contents
 
 
@@ -269,8 +303,8 @@ def _changed(callback: Any, before: Mapping[str, bytes]) -> bytes:
     for name, value in list(vars(callback).items()):
         if isinstance(value, io.IOBase) and value.closed:
             vars(callback)[name] = None
-    changed = [name for name, content in _contents(callback).items() if before.get(name) != content]
-    return cloudpickle.dumps({name: vars(callback)[name] for name in changed}) if changed else b""
+    changed = {name: content for name, content in _contents(callback).items() if before.get(name) != content}
+    return pickle.dumps(changed) if changed else b""
 
 
 def _acts(callback: Any, name: str) -> bool:
@@ -279,6 +313,11 @@ def _acts(callback: Any, name: str) -> bool:
         if isinstance(callback, cls):
             return bool(getattr(callback, frequency) != "epoch")
     return _overrides(callback, f"on_{name}") or _overrides(callback, f"on_{name.removeprefix('train_')}")
+
+
+def _only_saves(callback: Any) -> bool:
+    """Return whether a callback is known to leave the model as it is in calls for batches."""
+    return type(callback) in (*_FREQUENCIES, TensorBoard, EpochDots)
 
 
 def _uses_weights(callback: Any, name: str) -> bool:

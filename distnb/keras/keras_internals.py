@@ -25,7 +25,7 @@ with private_names("keras"):
     from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
 
     _METHODS = (
-        *(keras.Model._flatten_layers, keras.Model._aggregate_additional_loss, keras.Model._symbolic_build),
+        *(keras.Model._flatten_layers, keras.Model._symbolic_build),
         *(keras.Model._get_metrics_result_or_logs, keras.Layer._track_variables),
         *(keras.Variable._direct_assign, keras.Variable._maybe_autocast),
         *(keras.optimizers.Optimizer._filter_empty_gradients, keras.optimizers.Optimizer._clip_gradients),
@@ -39,7 +39,7 @@ __all__ = [
     "Saveable",
     "Tracked",
     "Tracker",
-    "additional_losses",
+    "added_losses",
     "build",
     "cast_as_layers_do",
     "check_backend",
@@ -64,16 +64,19 @@ __all__ = [
     "put_tensor",
     "set_initial_epoch",
     "set_mask",
+    "statistics",
     "table_of",
     "tracked_tensors",
     "tensor_of",
     "track_again",
     "trained_variables",
+    "with_layers",
     "with_mask_of",
     "without_missing",
 ]
 
 Tracked = (TrackedList, TrackedDict)
+_WITH_STATISTICS = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
 SYMBOLIC_BUILD = "_symbolic_build"
 METRICS_RESULT = "_get_metrics_result_or_logs"
 """Names of methods of a model that are replaced."""
@@ -100,10 +103,10 @@ def set_mask(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
-def with_mask_of(part: torch.Tensor, whole: torch.Tensor, first: int, last: int) -> torch.Tensor:
+def with_mask_of(part: torch.Tensor, whole: torch.Tensor, rows: slice) -> torch.Tensor:
     """Return some rows of a tensor, with the same rows of its mask."""
     mask = mask_of(whole)
-    return set_mask(part, None if mask is None else mask[first:last])
+    return set_mask(part, None if mask is None else mask[rows])
 
 
 def own_layers(model: Any) -> list[Any]:
@@ -228,10 +231,28 @@ def in_graph_order(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sorted({**state, **cut}.items(), key=lambda item: item[0] not in ("_layers", "_operations")))
 
 
-def additional_losses(model: Any, weigh: Any) -> None:
-    """Pass each loss that is added to the compiled loss through `weigh(total)`."""
-    plain = model._aggregate_additional_loss
-    model._aggregate_additional_loss = lambda loss: weigh(plain(loss))
+def added_losses(layer: Any) -> list[Any]:
+    """Return the list of the losses that a layer added in its last call."""
+    losses: list[Any] = layer._losses
+    return losses
+
+
+def with_layers(layer: Any) -> list[Any]:
+    """Return a layer and all layers in it, however deep."""
+    return list(layer._flatten_layers())
+
+
+def statistics(layer: Any) -> tuple[list[Any], list[Any]]:
+    """Return the variables that a layer and the layers in it may change in a call, and that are not combined when they
+    are assigned or read: those that Keras's own layers made, and those of other layers.
+    """
+    keras_own: list[Any] = []
+    others: list[Any] = []
+    for each in with_layers(layer):
+        made_by_keras = type(each).__module__.startswith("keras.") or isinstance(each, _WITH_STATISTICS)
+        state = [variable for variable in each._non_trainable_variables if type(variable._value) is torch.nn.Parameter]
+        (keras_own if made_by_keras else others).extend(state)
+    return keras_own, others
 
 
 def initial_epoch(model: Any) -> int | None:

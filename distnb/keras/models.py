@@ -14,8 +14,6 @@ import torch
 
 from distnb.accelerators import torch_device
 from distnb.checkpoint.tensor_slices import is_sharded
-from distnb.collectives.gradients.mean_loss import losses_are_global
-from distnb.collectives.group.eager import always_eager
 from distnb.errors import ContextError, OptionError
 from distnb.keras import keras_internals
 from distnb.keras.callbacks import ChiefCallbacks
@@ -95,9 +93,6 @@ class ModelOnReplicas:
         setattr(model, _LOAD, self._read_by_chief(getattr(model, _LOAD)))
         for kind, name in zip(_FUNCTIONS, _MAKERS, strict=True):
             setattr(model, name, self._wrap_maker(getattr(model, name), f"{kind}_function"))
-        self._added: list[torch.Tensor] = []
-        keras_internals.additional_losses(model, self._weigh)
-        model.compute_loss = self._complete(model.compute_loss)
 
     # Loops: fit, evaluate, predict
     # -------------------------------------------------------------------------------------
@@ -147,7 +142,7 @@ class ModelOnReplicas:
         if not isinstance(given, keras.callbacks.CallbackList):
             names = [type(each).__name__ for each in keras.tree.flatten(given or [])]
             _logger.info("callbacks run on replica 0: %s", ", ".join(names) or "none")
-            self._callbacks = ChiefCallbacks(self._model, given, bound.arguments.get("verbose", "auto"))
+            self._callbacks = ChiefCallbacks(self._strategy, self._model, given, bound.arguments.get("verbose", "auto"))
             bound.arguments["callbacks"] = [self._callbacks]
         if process.rank:
             bound.arguments["verbose"] = 0
@@ -232,7 +227,6 @@ class ModelOnReplicas:
             result = make(*args, **kwargs)
             self._register_built()
             self._share_randomness()
-            self._forward.begin()
             plain = getattr(self._model, name)
             if not isinstance(plain, _ReplicatedStep):
                 setattr(self._model, name, _ReplicatedStep(self, plain, trains=name == "train_function"))
@@ -252,75 +246,17 @@ class ModelOnReplicas:
         self._forward.watch([model])
         if type(model).train_step is not keras.Model.train_step or type(model).test_step is not keras.Model.test_step:
             self._forward.watch(keras_internals.own_layers(model))  # the user's step may call layers one by one
-        before = [(each, each.value._version) for each in model.non_trainable_variables]
         result: Any = None
 
         def step() -> None:
             nonlocal result
-            with self._forward.step(), losses_are_global(self._forward.check_loss):
+            with self._forward.step():
                 result = plain(data)
             if trains:
-                begin, end, _ = self._forward.rows
-                step_count.note_step(end - begin)
+                step_count.note_step(self._forward.rows)
 
         self._strategy.run(step)
-        self._average([each.value for each, version in before if each.value._version != version])
         return result
-
-    def _average(self, changed: list[torch.Tensor]) -> None:
-        """Average values that each replica computed from its own rows, such as moving averages, over the replicas."""
-        process = this_process.replica
-        assert process is not None
-        found = [each for each in changed if each.is_floating_point()]
-        if not found:
-            return
-        begin, end, whole = self._forward.rows
-        with_rows = min(whole, process.size)
-        flat = torch.cat([each.detach().reshape(-1).to(torch.float64) for each in found])
-        flat = flat / with_rows if end > begin else torch.zeros_like(flat)
-        process.group.all_reduce(flat)
-        with torch.no_grad():
-            for each, mean in zip(found, flat.split([each.numel() for each in found]), strict=True):
-                each.copy_(mean.reshape(each.shape))
-
-    # Additional losses: each replica computes them from its own rows ------------------------------------------------
-
-    def _share(self) -> float:
-        begin, end, whole = self._forward.rows
-        return (end - begin) / whole if whole else 1.0
-
-    @always_eager
-    def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        process = this_process.replica
-        if not self._forward.under_way or process is None or process.size == 1:
-            return loss
-        own = loss * self._share()
-        self._added.append(own.detach())
-        own = own - own.detach()  # value 0 with a gradient; the sum over all replicas adds the value
-        self._forward.mark_part(own)
-        return own
-
-    def _complete(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `compute_loss`: it returns the whole loss, and its gradient is this replica's part of it."""
-
-        @functools.wraps(plain)
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            self._added.clear()
-            loss = plain(*args, **kwargs)
-            return self._with_added(loss)
-
-        return compute_loss
-
-    @always_eager
-    def _with_added(self, loss: torch.Tensor) -> torch.Tensor:
-        if not self._added:
-            return loss
-        process = this_process.replica
-        assert process is not None
-        added = torch.stack([each.to(torch.float64) for each in self._added]).sum()
-        self._added.clear()
-        process.group.all_reduce(added)
-        return loss + added.to(loss.dtype)
 
 
 def _refuse_in_replica(method: str) -> None:

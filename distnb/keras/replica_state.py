@@ -132,8 +132,12 @@ def _value_of(plain: Callable[[Any], Any], variable: Any) -> Any:
 
 def _assign(plain: Callable[..., None], variable: Any, value: Any) -> None:
     stored = keras_internals.tensor_of(variable)
-    if type(stored) in (Variable, SyncOnReadVariable):
-        stored.assign(value)
+    if type(stored) is Variable:
+        stored.assign(_part_of_write(variable, value))
+        return
+    if type(stored) is SyncOnReadVariable:
+        if (execution := contexts.execution()) is None or execution.counts:
+            stored.assign(value)
         return
     if is_sharded(stored):  # Keras 3.16 would need a layout of its own
         fill(stored, value)
@@ -148,7 +152,7 @@ def _assign_add(plain: Callable[..., Any], variable: Any, value: Any) -> Any:
     stored = keras_internals.tensor_of(variable)
     if type(stored) is not Variable or keras_internals.in_stateless_scope():
         return plain(variable, value)
-    stored.assign_add(keras.ops.convert_to_tensor(value, dtype=variable.dtype))
+    stored.assign_add(_part_of_write(variable, value))
     return variable.value
 
 
@@ -156,8 +160,19 @@ def _assign_sub(plain: Callable[..., Any], variable: Any, value: Any) -> Any:
     stored = keras_internals.tensor_of(variable)
     if type(stored) is not Variable or keras_internals.in_stateless_scope():
         return plain(variable, value)
-    stored.assign_sub(keras.ops.convert_to_tensor(value, dtype=variable.dtype))
+    stored.assign_sub(_part_of_write(variable, value))
     return variable.value
+
+
+def _part_of_write(variable: Any, value: Any) -> Any:
+    """Return this replica's part of a value that all replicas write. One without rows writes nothing."""
+    value = keras.ops.convert_to_tensor(value, dtype=variable.dtype)
+    process, execution = this_process.replica, contexts.execution()
+    if process is None or execution is None or execution.counting in (0, process.size):
+        return value
+    if not execution.counts:
+        return torch.zeros_like(value)
+    return value * process.size / execution.counting if variable.aggregation == "mean" else value
 
 
 def _check_assigned(variable: Any, value: Any) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Execution",
     "enter_cross_replica",
+    "enter_replica",
     "entries",
     "execute",
     "executing",
@@ -173,10 +174,23 @@ def require_all_replicas() -> None:
 @contextmanager
 def enter_cross_replica(strategy: Any) -> Iterator[Any]:
     """Return a context that is a cross-replica context of this strategy."""
+    with _entered(strategy, None):
+        yield strategy
+
+
+@contextmanager
+def enter_replica(strategy: Any, replica: ReplicaContext) -> Iterator[None]:
+    """Return a context in which a replica's context is in force."""
+    with _entered(strategy, replica):
+        yield
+
+
+@contextmanager
+def _entered(strategy: Any, replica: ReplicaContext | None) -> Iterator[None]:
     stack = this_thread.stack
     depth = len(stack)
     try:
-        stack.append((strategy, None))
-        yield strategy
+        stack.append((strategy, replica))
+        yield
     finally:
         del stack[depth:]

@@ -110,6 +110,18 @@ class Streams:
         finally:
             self._use(own=True)
 
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Return a context that uses the replica's own stream, in a part of a `run` that uses the shared one."""
+        if self._is_own or not self.depth:
+            yield
+            return
+        try:
+            self._use(own=True)
+            yield
+        finally:
+            self._use(own=False)
+
     @spared
     def _use(self, *, own: bool) -> None:
         """Switch to the replica's own stream, or to the shared one, unless it is in use."""

@@ -260,7 +260,13 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas that compute one global batch together."""
+        """The number of replicas that compute one global batch together.
+
+        It is 1 in a step of a Keras model, which sees the whole batch.
+        """
+        innermost = contexts.innermost()
+        if innermost is not None and innermost[0] is self and innermost[1] is not None:
+            return innermost[1].num_replicas_in_sync
         return self.runtime.num_replicas()
 
     @property

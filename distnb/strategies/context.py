@@ -90,11 +90,11 @@ def replica_id() -> int:
         >>> replica_id()
         0
     """
-    innermost = contexts.innermost()
-    if innermost is not None and innermost[1] is not None:
-        return innermost[1].replica_id_in_sync_group
-    process = this_process.replica
-    if process is not None:
+    innermost, process = contexts.innermost(), this_process.replica
+    replica = innermost[1] if innermost is not None else None
+    if replica is not None and (replica.num_replicas_in_sync > 1 or process is None):
+        return replica.replica_id_in_sync_group
+    if process is not None:  # also in a step of a Keras model, in which every replica sees a single one
         return process.rank
     return int(os.environ["RANK"]) if choice.started_by_launcher() else 0
 

@@ -270,14 +270,6 @@ def fitted_in_the_scope(strategy: Any) -> Any:
     return summary(model, history), evaluated, summary(model, model.fit(X, Y, batch_size=16, verbose=0))
 
 
-class OfWeights(OwnStep):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs) + keras.ops.sum(self.encoder.kernel**2)
-
-    train_step = keras.Model.train_step
-    metrics = keras.Model.metrics
-
-
 def refused(strategy: Any) -> Any:
     """Check that unsupported data raises an error without side effects."""
     with strategy.scope():
@@ -294,11 +286,6 @@ def refused(strategy: Any) -> Any:
             model.fit(generated, verbose=0)
         with pytest.raises(distnb.errors.StructureError, match="one row for each"):
             no_rows.predict(X, verbose=0)
-        with strategy.scope():
-            of_weights = OfWeights()
-            of_weights.compile("sgd", "mse")
-        with pytest.raises(distnb.errors.GradientError, match="uses weights directly"):
-            of_weights.fit(X, X, verbose=0)
         for method in (model.fit, model.evaluate, model.train_on_batch, model.test_on_batch):
             with pytest.raises(distnb.errors.ContextError, match="in a function that strategy"):
                 strategy.run(method, args=(X, Y))

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from distnb.collectives.gradients.replicated_steps import current_step
 from distnb.collectives.group.eager import always_eager
 from distnb.compat import torch_internals
 
@@ -96,6 +97,8 @@ class BackwardPasses:
                     self._running.add(this)
                     self.nesting_seen |= not outermost
                 if outermost:
+                    if (step := current_step()) is not None:
+                        step.begin_pass(outputs)
                     create_graph = bool(args[2]) if len(args) > 2 else False
                     for listener in listeners:
                         listener.begin(tuple(outputs), create_graph)
@@ -116,6 +119,9 @@ class BackwardPasses:
 
     def _run_without_accumulating(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 else ()
+        step = current_step()
+        if step is not None:
+            step.begin_pass(outputs)
         try:
             result = self._original(outputs, *args, **kwargs)
         except RuntimeError:
@@ -124,7 +130,7 @@ class BackwardPasses:
             raise
         for listener in self._listeners:
             listener.reached(inputs, result)
-        return result
+        return result if step is None else step.whole_gradients(inputs, result, bool(args[2]))
 
 
 BACKWARD_PASSES = BackwardPasses()

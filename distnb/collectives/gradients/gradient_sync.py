@@ -19,7 +19,7 @@ from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.gradients.buckets import Bucket, BucketPlan, large_packs
 from distnb.collectives.gradients.finishing import finish, finish_with_graph, keep_equal, keep_local
-from distnb.collectives.gradients.mean_loss import MeanLossCheck, are_losses_global
+from distnb.collectives.gradients.mean_loss import MeanLossCheck
 from distnb.collectives.gradients.optimizer_steps import changed_by_hand, guard_optimizers
 from distnb.collectives.gradients.parameter_groups import (
     AGGREGATED,
@@ -29,6 +29,7 @@ from distnb.collectives.gradients.parameter_groups import (
     refuse_wrapping,
 )
 from distnb.collectives.gradients.replica_comparison import agree, check_equal
+from distnb.collectives.gradients.replicated_steps import current_step
 from distnb.collectives.verify import callsite
 from distnb.errors import GradientError, OptionError
 
@@ -242,13 +243,13 @@ class GradientSync:
 
     def mean_loss_of(self, roots: Sequence[Any]) -> GradientError | None:
         """Return the error to raise if a pass from these roots reaches parameters whose gradients are summed."""
-        if self._mean_loss is None:
+        if self._mean_loss is None or current_step() is not None:
             return None
         return self._mean_loss.check(roots, self._aggregation().group.size, *(self._slice or (None, None)))
 
     def scale(self, replicas: int) -> float:
         """Return the factor of this replica's gradients before they are summed over the replicas."""
-        if self._reduction == "sum" or are_losses_global():
+        if self._reduction == "sum" or current_step() is not None:
             return 1.0
         size, total = self._slice or (1, replicas)
         return size / max(total, 1)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,36 +17,11 @@ from distnb.collectives.verify import callsite
 from distnb.compat.torch_internals import saved, shapes_of_outputs
 from distnb.errors import GradientError, MeanLossError
 
-__all__ = ["MeanLossCheck", "are_losses_global", "losses_are_global"]
+__all__ = ["MeanLossCheck"]
 
 _MEAN, _SUM = 1, 2  # ATen's numbers for `reduction=`
 _MAX_NODES = 256
 _LISTS_OF_SCALARS = ("StackBackward0", "CatBackward0")
-
-
-_Check = Callable[[Sequence[Any]], GradientError | None]
-_global: ContextVar[_Check | None] = ContextVar("check of losses of the whole batch", default=None)
-
-
-@contextmanager
-def losses_are_global(check: _Check) -> Iterator[None]:
-    """Declare that every replica differentiates the loss of the whole batch in this block.
-
-    Args:
-        check: A function of the roots of a backward pass that returns an error or None. It replaces the search for a
-            mean.
-    """
-    before = _global.get()
-    try:
-        _global.set(check)
-        yield
-    finally:
-        _global.set(before)
-
-
-def are_losses_global() -> bool:
-    """Return whether `losses_are_global` is active here."""
-    return _global.get() is not None
 
 
 class MeanLossCheck:
@@ -65,9 +38,6 @@ class MeanLossCheck:
         It is None if the loss is not a mean, or if this kind was checked before. The sizes of this replica's slice and
         of the whole batch may be unknown.
         """
-        whole = _global.get()
-        if whole is not None:
-            return whole(roots)
         site = callsite.current()
         key = (site.identity, tuple([type(getattr(root, "grad_fn", None)) for root in roots]))
         if key in self._seen:

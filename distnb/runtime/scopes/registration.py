@@ -280,6 +280,11 @@ class Registration:
         group, key = mirror.group, mirror.group.key()
         return ParameterKey(group.identity, mirror.place, key.label if key is not None else "parameters")
 
+    def mirrored(self) -> dict[tuple[Identity, int], torch.nn.Parameter]:
+        """Return the parameters that are kept in sync, by keys that are the same on all replicas."""
+        groups = self._sync.groups
+        return {(group.identity, place): parameter for group in groups for place, parameter in group.living()}
+
     def take_restored(self, values: Sequence[tuple[Any, Sequence[ParameterKey | None]]]) -> None:
         """Register modules, optimizers and parameters copied from another replica as they are registered there.
 
