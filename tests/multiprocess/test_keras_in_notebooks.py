@@ -102,6 +102,39 @@ def test_ordinary_cells_fit_models_from_functions_and_strategies(cells: Notebook
     assert "get_ipython" not in ran.stdout + ran.stderr, "what the block's function asks of the shell is not the cell's"
 
 
+SETTINGS = """
+def settings():
+    layer = keras.layers.Dense(1)
+    config = keras.config
+    return [layer.compute_dtype, layer.variable_dtype, config.floatx(), config.image_data_format(), config.epsilon()]
+"""
+
+
+def test_settings_and_random_numbers_of_keras_travel(cells: Notebook) -> None:
+    """Check that replicas have the notebook's settings, and that a cell's settings come back."""
+    cells.run(SETTINGS)
+    before = cells.value("settings()")
+    cells.run(
+        "keras.mixed_precision.set_global_policy('mixed_bfloat16')\n"
+        "keras.config.set_image_data_format('channels_first')\nkeras.config.set_epsilon(1e-3)"
+    )
+    here = cells.value("settings()")
+    assert here[:2] == ["bfloat16", "float32"] != before[:2]
+    cells.run("keras.utils.set_random_seed(3)\nfirst = [keras.random.normal((2,)).tolist() for _ in range(3)]")
+    cells.run("keras.utils.set_random_seed(3)\nagain = [keras.random.normal((2,)).tolist()]")
+    for strategy in ("mirrored", "default"):
+        cells.run(f"%%distribute {strategy}\nthere = settings()\nagain.append(keras.random.normal((2,)).tolist())")
+        assert cells.value("there") == here, strategy
+    assert cells.value("again == first") is True
+    cells.run("strategy = distnb.MirroredStrategy()")
+    assert cells.value("strategy.run(settings)") == here
+    cells.run(
+        "%%distribute mirrored\nkeras.config.set_dtype_policy('float32')\n"
+        "keras.config.set_image_data_format('channels_last')\nkeras.config.set_epsilon(1e-7)"
+    )
+    assert cells.value("settings()") == before
+
+
 def test_metrics_in_cells_count_every_replica(cells: Notebook) -> None:
     """Count in both kinds of cells with a scope's metric, and send one of the notebook's with its counts."""
     cells.run(

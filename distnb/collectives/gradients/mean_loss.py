@@ -1,4 +1,5 @@
-"""Detection of a mean loss under summed gradients, where the mean of every replica would count in full.
+"""Detection of a mean loss under summed gradients, where the mean of every replica would count in full; and of a sum
+over rows where replicas' losses are averaged.
 
 The search covers the end of the autograd graph, from the loss to the first tensors that are not scalars. Means inside
 the model (pooling, normalisation) are further away and are never reached.
@@ -17,7 +18,7 @@ from distnb.collectives.verify import callsite
 from distnb.compat.torch_internals import saved, shapes_of_outputs
 from distnb.errors import GradientError, MeanLossError
 
-__all__ = ["MeanLossCheck"]
+__all__ = ["MeanLossCheck", "is_sum_over_rows"]
 
 _MEAN, _SUM = 1, 2  # ATen's numbers for `reduction=`
 _MAX_NODES = 256
@@ -61,9 +62,47 @@ class MeanLossCheck:
         return None
 
 
+def is_sum_over_rows(loss: torch.Tensor, rows: int) -> bool:
+    """Return whether a loss has a term that is a sum over the rows of a batch and is not divided by their number."""
+    if loss.grad_fn is None or rows < 2:
+        return False
+    for node, factors in _scalars(loss.grad_fn):
+        shape = tuple(saved(node, "self_sym_sizes", ()))
+        if shape[:1] == (rows,) and (node.name().startswith("SumBackward") or saved(node, "reduction") == _SUM):
+            counts = (rows, math.prod(shape))
+            scaled = any(math.isclose(f, 1 / n, rel_tol=1e-6) for f in (*factors, math.prod(factors)) for n in counts)
+            if not scaled and not _is_of_parameter(node, shape):
+                return True
+    return False
+
+
+def _is_of_parameter(node: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether a node's input is a function of each element of a parameter."""
+    below = {function for function, _ in node.next_functions if function is not None}
+    while len(below) == 1:
+        function = below.pop()
+        if hasattr(function, "variable"):
+            return tuple(function.variable.shape) == shape
+        below = {following for following, _ in function.next_functions if following is not None}
+    return False
+
+
 def _unscaled_mean(root: Any, replicas: int, slice_size: int | None, batch_size: int | None) -> str | None:
     """Describe the first mean among the scalars of a graph that is not scaled for the replicas."""
     scales = [1 / replicas, *([1 / batch_size] if batch_size else [])]
+    for node, factors in _scalars(root):
+        candidates = (*factors, math.prod(factors))
+        if not any(math.isclose(factor, scale, rel_tol=1e-3) for factor in candidates for scale in scales):
+            operation = _mean(node, factors, slice_size, batch_size)
+            if operation is not None:
+                return operation
+    return None
+
+
+def _scalars(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
+    """Yield the nodes of a graph from its root to the first tensors that are not scalars, with the constant factors
+    between them and the root.
+    """
     waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())]
     visited: set[tuple[Any, tuple[float, ...]]] = set()
     while waiting and len(visited) < _MAX_NODES:
@@ -71,13 +110,8 @@ def _unscaled_mean(root: Any, replicas: int, slice_size: int | None, batch_size:
         if (node, factors) in visited or _extent(node) != 1:
             continue
         visited.add((node, factors))
-        candidates = (*factors, math.prod(factors))
-        if not any(math.isclose(factor, scale, rel_tol=1e-3) for factor in candidates for scale in scales):
-            operation = _mean(node, factors, slice_size, batch_size)
-            if operation is not None:
-                return operation
+        yield node, factors
         waiting.extend(_inputs(node, factors))
-    return None
 
 
 def _mean(node: Any, factors: tuple[float, ...], slice_size: int | None, batch_size: int | None) -> str | None:

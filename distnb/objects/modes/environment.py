@@ -1,8 +1,9 @@
 """The environment of a program: all modes of a process, which are sent to the engines, and returned, when they change.
 
-A row of a table describes each mode: how it is read and set, and when (`python_modes`, `torch_modes`, `numpy_modes`).
-The notebook sends the modes that changed since the last program. The engines return the modes that the program changed,
-so that the notebook ends up in the same state as if it had run the program itself. State without a row is not sent.
+A row of a table describes each mode: how it is read and set, and when (`python_modes`, `torch_modes`, `numpy_modes`,
+`keras_modes`). The notebook sends the modes that changed since the last program. The engines return the modes that the
+program changed, so that the notebook ends up in the same state as if it had run the program itself. State without a row
+is not sent.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = [
     "outside_inference",
 ]
 
-RANDOM = ("torch random state", "random", "numpy.random")
+RANDOM = ("torch random state", "random", "numpy.random", "keras.random")
 """The modes that are random states."""
 
 RESTORED = frozenset(
@@ -39,6 +40,7 @@ RESTORED = frozenset(
         *RANDOM,
         *("default dtype", "inference mode", "gradients", "default device", "autocast"),
         *("deterministic algorithms", "matmul precision", "cudnn benchmark", "cudnn deterministic"),
+        "Keras's settings",
     )
 )
 """The modes that a notebook takes over from engines that stayed when another notebook ended. The others, such as the
@@ -153,7 +155,7 @@ def outside_inference() -> Iterator[None]:
 
 # -- the tables --------------------------------------------------------------------------------------------------------
 
-_LIBRARIES = ("torch", "numpy")
+_LIBRARIES = ("torch", "numpy", "keras")
 
 
 def _loaded_libraries() -> tuple[str, ...]:
@@ -180,5 +182,9 @@ def _compared(moment: Moment, libraries: tuple[str, ...]) -> tuple[Mode, ...]:
         from distnb.objects.modes import numpy_modes
 
         modes += numpy_modes.MODES
+    if "keras" in libraries:
+        from distnb.objects.modes import keras_modes
+
+        modes += keras_modes.MODES
     moments = MOMENTS[: MOMENTS.index(moment) + 1]
     return tuple(mode for mode in modes if mode.when in moments)

@@ -1,0 +1,13 @@
+"""The modes of Keras."""
+
+from __future__ import annotations
+
+from distnb.compat.keras_settings import read_random_state, read_settings, write_random_state, write_settings
+from distnb.objects.modes.mode import Mode
+
+__all__ = ["MODES"]
+
+MODES: tuple[Mode, ...] = (
+    Mode(name="Keras's settings", capture=read_settings, apply=write_settings, early=True),
+    Mode(name="keras.random", capture=read_random_state, apply=write_random_state, when="end"),
+)
