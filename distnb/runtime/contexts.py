@@ -39,11 +39,13 @@ class Execution(NamedTuple):
         kind: "replicated": all replicas do the same work, so each has the whole of every result. "split": each replica
             has its own part, as in `strategy.run`. "single": this replica runs code that the others do not run.
         counts: Whether this replica's results count. False: it has no part of the data, and its results are dropped.
+        counting: The number of replicas whose results count; 0 if all count.
     """
 
     strategy: Any
     kind: Literal["replicated", "split", "single"]
     counts: bool = True
+    counting: int = 0
 
 
 class _ThreadContext(threading.local):
