@@ -54,6 +54,13 @@ MODES: dict[str, list[Cell]] = {
         "torch.use_deterministic_algorithms(True)",
         "torch.use_deterministic_algorithms(False)",
     ),
+    "mode: log levels": _set_and_seen(
+        "log.level, logging.getLogger('distnb_test.other').level, logging.getLogger('torch').level",
+        "log.setLevel(10)",
+        "log.setLevel(30)\nlogging.getLogger('distnb_test.other').setLevel(20)",
+        "log.setLevel(0)",
+        setup="import logging\nlog = logging.getLogger('distnb_test')",
+    ),
     "mode: matmul precision": _set_and_seen(
         "torch.get_float32_matmul_precision()",
         "torch.set_float32_matmul_precision('high')",

@@ -1,10 +1,131 @@
-"""Sequences of cells about changes that only one replica makes to objects of the notebook."""
+"""Sequences of cells about kinds of values, and about changes that only one replica makes to them."""
 
 from __future__ import annotations
 
 from tests.worlds import Cell, distributed, ordinary
 
-_IMPORTS = "import collections, dataclasses, enum, numpy as np, pandas as pd, torch"
+_IMPORTS = """
+import abc, collections, dataclasses, enum, functools, itertools, logging, types, typing, weakref
+import numpy as np, pandas as pd, torch
+""".strip()
+
+
+def _there_and_here(made: str, seen: str, change: str = "pass") -> list[Cell]:
+    """Return cells that make a value on the replicas, and see and change it on both sides."""
+    return [
+        distributed(f"{_IMPORTS}\n{made}"),
+        ordinary(f"n0 = repr(({seen}))\n{change}"),
+        distributed(f"n1 = repr(({seen}))\n{change}"),
+        ordinary(f"n2 = repr(({seen}))\n{change}"),
+        distributed(f"n3 = repr(({seen}))"),
+    ]
+
+
+KINDS: dict[str, list[Cell]] = {
+    "kind: type aliases": _there_and_here(
+        "V, U, O = list[float], int | str, typing.Optional[int]\nC = typing.Callable[[int], list[str]]\n"
+        "L = typing.Literal['a']",
+        "V, O, C, L, [isinstance(x, U) for x in (1, 'a', 2.0)]",
+    ),
+    "kind: aliases of own classes": _there_and_here(
+        "class P:\n    pass\nPs, M = list[P], P | None",
+        "typing.get_args(Ps)[0] is P, isinstance(P(), M), isinstance(3, M)",
+    ),
+    "kind: new types and type variables": _there_and_here(
+        "N = typing.NewType('N', int)\nT = typing.TypeVar('T', bound=int)\nP = typing.ParamSpec('P')\n"
+        "Ts = typing.TypeVarTuple('Ts')\nclass Box(typing.Generic[T]):\n    pass",
+        "N(3), N.__name__, N.__supertype__ is int, Box.__parameters__ == (T,), P.__name__, Ts.__name__, T.__bound__",
+    ),
+    "kind: typed dicts": _there_and_here(
+        "class Row(typing.TypedDict, total=False):\n    a: int\nclass More(Row):\n    b: str\nr = More(a=1, b='x')",
+        "sorted(Row.__annotations__), sorted(More.__required_keys__), sorted(More.__optional_keys__), r, More(b='y')",
+        "r['a'] = r.get('a') + 1",
+    ),
+    "kind: protocols": _there_and_here(
+        "@typing.runtime_checkable\nclass HasX(typing.Protocol):\n    x: int\nclass A:\n    x = 1",
+        "isinstance(A(), HasX), isinstance(3, HasX)",
+    ),
+    "kind: single dispatch": _there_and_here(
+        "@functools.singledispatch\ndef show(x):\n    return 'any'\n@show.register\ndef _int(x: int):\n    return 'int'",
+        "show(1), show('s')",
+    ),
+    "kind: sets of instances": _there_and_here(
+        "class A:\n    def __init__(self, n):\n        self.n = n\nxs = [A(i) for i in range(30)]\ns = set(xs)\n"
+        "t = frozenset((x, x.n) for x in xs[:9])",
+        "sorted(x.n for x in s), [x in s for x in xs], sorted(n for _, n in t)",
+        "s.discard(xs[len(s) - 1])",
+    ),
+    "kind: a set in what holds it": _there_and_here(
+        "class A:\n    pass\na = A()\na.all = {a, A(), A()}\nb = {'s': {frozenset({A}), a.all.pop}}",
+        "len(a.all), a in a.all, len(b['s'])",
+    ),
+    "kind: sets of functions": _there_and_here(
+        "def f():\n    pass\ndef g():\n    pass\ns, d = {f, g, int, print}, {f: 1, g: 2}", "f in s, len(s), d[g]"
+    ),
+    "kind: enums in sets": _there_and_here(
+        "class C(enum.Enum):\n    R = 1\n    B = 2\ns, m = {C.R, C.B}, {frozenset({C.R}): 1}",
+        "C.R in s, len(s), m[frozenset({C(1)})]",
+        "s.discard(C.B)",
+    ),
+    "kind: iterators": _there_and_here(
+        "c, i, n = itertools.cycle('abc'), iter([1, 2, 3, 4, 5, 6]), itertools.count(3)", "next(c), next(i), next(n)"
+    ),
+    "kind: exceptions": _there_and_here(
+        "class E(Exception):\n    pass\ntry:\n    try:\n        1 / 0\n    except ZeroDivisionError as z:\n"
+        "        raise E(3) from z\nexcept E as e:\n    e.extra = [1]\n    saved = e",
+        "saved.args, saved.extra, saved.__cause__, isinstance(saved, E)",
+        "saved.extra.append(2)",
+    ),
+    "kind: memory views": _there_and_here(
+        "b = bytearray(b'abc')\nm = memoryview(b)", "bytes(m), m.readonly, bytes(b)", "m[0] += 1"
+    ),
+    "kind: tables that share data": [
+        ordinary(f"{_IMPORTS}\nt = pd.DataFrame({{'a': [1, 2], 'b': [3.0, 4.0]}})\nc, s = t['a'], t.copy(deep=False)"),
+        distributed("t.loc[0, 'a'] = 9\nn = t['a'].tolist(), c.tolist(), s['a'].tolist()\nd = t['b']"),
+        ordinary("t.loc[1, 'b'] = 8\nm = t['b'].tolist(), d.tolist(), s['b'].tolist()"),
+        distributed("c[1] = 7\nk = t['a'].tolist(), c.tolist()"),
+    ],
+    "kind: shared closures": _there_and_here(
+        "def make():\n    n, log = 0, []\n    def up():\n        nonlocal n\n        n += 1\n        log.append(n)\n"
+        "    return up, lambda: (n, log)\nup, get = make()",
+        "get()",
+        "up()",
+    ),
+    "kind: cached properties": _there_and_here(
+        "class A:\n    made = 0\n    @functools.cached_property\n    def v(self):\n        A.made += 1\n"
+        "        return [A.made]\na = A()",
+        "a.v, A.made, a.v is a.v",
+        "a.v.append(1)",
+    ),
+    "kind: metaclasses and registries": [
+        ordinary(
+            "class Reg(type):\n    all = {}\n    def __new__(m, n, b, ns):\n        c = super().__new__(m, n, b, ns)\n"
+            "        m.all[n] = c\n        return c\nclass A(metaclass=Reg):\n    pass"
+        ),
+        distributed("class B(A):\n    pass\nn = sorted(Reg.all), Reg.all['A'] is A"),
+        ordinary("class C(A):\n    pass\nm = sorted(Reg.all), Reg.all['B'] is B"),
+        distributed("k = sorted(Reg.all), Reg.all['C'] is C"),
+    ],
+    "kind: nested default dicts": _there_and_here(
+        "d = collections.defaultdict(lambda: collections.defaultdict(list))",
+        "sorted(d), d['x']['y'], type(d['z']).__name__",
+        "d['x']['y'].append(len(d))",
+    ),
+    "kind: slots": _there_and_here(
+        "class A:\n    __slots__ = ('x', '__weakref__')\nclass B(A):\n    __slots__ = ('y',)\nb = B()\nb.x, b.y = [1], 2\n"
+        "r = weakref.ref(b)",
+        "b.x, hasattr(b, 'y'), r() is b",
+        "b.x.append(1); b.__delattr__('y') if hasattr(b, 'y') else setattr(b, 'y', 1)",
+    ),
+    "kind: descriptors": _there_and_here(
+        "class Positive:\n    def __set_name__(self, owner, name):\n        self.name = '_' + name\n"
+        "    def __get__(self, obj, kind=None):\n        return self if obj is None else getattr(obj, self.name, 0)\n"
+        "    def __set__(self, obj, value):\n        setattr(obj, self.name, abs(value))\n"
+        "class A:\n    x = Positive()\n    @property\n    def twice(self):\n        return 2 * self.x\na = A()",
+        "a.x, a.twice, type(A.x).__name__",
+        "a.x = -3 - a.x",
+    ),
+}
 
 
 def _by_one(made: str, change: str, seen: str, again: str) -> list[Cell]:

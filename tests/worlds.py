@@ -282,6 +282,14 @@ def compare(plain: dict[str, Any], other: dict[str, Any]) -> None:
                 assert shared == (other[first] is other[second]), f"{first} is {second}: {shared} in one IPython"
 
 
+def compare_results(plain: dict[str, Any], other: dict[str, Any]) -> None:
+    """Assert that two namespaces have the same names and plain values, and that the second one has no handles."""
+    assert sorted(plain) == sorted(other)
+    assert [name for name, value in other.items() if isinstance(value, HANDLES)] == []
+    results = [name for name, value in plain.items() if type(value) in (str, tuple, bool, int)]
+    assert {name: plain[name] for name in results} == {name: other[name] for name in results}
+
+
 def components(value: Any) -> tuple[Any, ...]:
     """Return a value as each replica has it."""
     return value.values if isinstance(value, HANDLES) else (value,)

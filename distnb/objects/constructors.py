@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import typing
 from typing import Any
 
 from distnb.objects.memory.blocks import MemoryBlock
@@ -35,7 +36,12 @@ open_storage_from_host = ByOpener("open_storage_from_host")
 make_function = ByOpener("make_function")
 make_class = ByOpener("make_class")
 fill_class = ByOpener("fill_class")
-make_type_variable = ByOpener("make_type_variable")
+make_named_type = ByOpener("make_named_type")
+
+
+def make_type_alias(name: str, value: Any, type_params: tuple[Any, ...]) -> Any:
+    """Return what the statement `type` makes."""
+    return typing.TypeAliasType(name, value, type_params=type_params)  # type: ignore[attr-defined]
 
 
 def open_array(memory: MemoryBlock, dtype: Any, shape: Any, strides: Any, offset: int, writeable: bool) -> Any:
@@ -97,6 +103,14 @@ def open_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseExce
         base.__init__(error, *args)
     error.args = args
     return error
+
+
+def fill_exception(error: BaseException, state: tuple[dict[str, Any], BaseException | None]) -> None:
+    """Give an exception its attributes and its cause. A cause that could not be sent is left out."""
+    attributes, cause = state
+    error.__dict__.update(attributes)
+    if isinstance(cause, BaseException):
+        error.__cause__ = cause
 
 
 def open_module(name: str) -> Any:

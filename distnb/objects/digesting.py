@@ -6,6 +6,7 @@ opened. `packing` derives from this class the pickler of values that are sent.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import ctypes
 import functools
@@ -13,16 +14,15 @@ import io
 import pickle
 import sys
 import types
-import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import cloudpickle
 import xxhash
 
-from distnb.compat import accelerate_internals, transformers_internals
+from distnb.compat import accelerate_internals, pandas_internals, transformers_internals
 from distnb.errors import CannotTravelError
 from distnb.objects import constructors, keras_archives
 from distnb.objects.code import definitions
@@ -32,6 +32,7 @@ from distnb.objects.memory.blocks import MemoryBlock, bytes_of, dense_tensor, is
 from distnb.objects.memory.mapped_files import file_of, window_of
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, label_of, refusal
 from distnb.objects.plain import is_importable
+from distnb.objects.unordered_sets import is_unordered
 from distnb.objects.world_bound import is_training_arguments, is_world_bound
 
 __all__ = ["INLINE_NBYTES", "Digester", "Digests", "References", "Side", "content", "on_accelerator"]
@@ -89,6 +90,7 @@ class Digests:
         imports: The modules that the functions import (see `CodeNames`).
         sources: Texts of the cells that defined the functions, by file name.
         dynamic: True if one of the functions may read any name.
+        unordered: The names of values with a set whose items each process has in an order of its own.
         refused: Placeholders for values that cannot be packed at all, by name.
         classes: Classes in the values that are sent by value, each under a name of its own.
     """
@@ -99,6 +101,7 @@ class Digests:
     imports: set[str] = field(default_factory=set)
     sources: dict[str, str] = field(default_factory=dict)
     dynamic: bool = False
+    unordered: set[str] = field(default_factory=set)
     refused: dict[str, Placeholder] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
 
@@ -126,7 +129,11 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         seen: The findings in the values.
         digested_class: The class whose content is being digested. Other classes have digests of their own.
         label, root: The label of the pickled value in messages, and the value.
+        arranged: The items of the sets in the most recently digested value whose order depends on addresses, arranged
+            by their content. By the `id()` of the set.
     """
+
+    persistent_id: Callable[[Any], Any]
 
     def __init__(
         self,
@@ -141,6 +148,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         self.label = ""
         self.root: Any = None
         self.digested = DigestedPickle()
+        self.arranged: dict[int, list[Any]] = {}
         self._rules: dict[type, Callable[[Any, Any], Any]] = dict(_RULES)
         self._reached: dict[int, Any] = {}
         super().__init__(file or self.digested, protocol=5, buffer_callback=keep or self.digested.keep)
@@ -152,6 +160,29 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
 
     def digest_of(self, value: Any) -> bytes:
         """Return a digest of a value and everything in it."""
+        self.arranged.clear()
+        digest = self._digest_of(value)
+        if self.digested.may_hold_sets:
+            found = [obj for _, obj in self.memo.copy().values() if is_unordered(obj)]
+            if found:
+                self.arrange(found)
+                self.persistent_id = lambda obj: self.arranged.get(id(obj))  # called for every object
+                digest = self._digest_of(value)
+        return digest
+
+    def arrange(self, sets: Iterable[Any]) -> None:
+        """Arrange the items of sets by their content, without that of the sets in them."""
+        ids = set(map(id, sets))
+        digester = Digester(self.side)
+        digester.persistent_id = lambda obj: "a set" if id(obj) in ids else None
+        for each in sets:
+            keys = dict[int, bytes]()
+            for item in each:
+                with contextlib.suppress(Exception):  # the user's classes may raise any error
+                    keys[id(item)] = digester.digest_of(item)
+            self.arranged[id(each)] = sorted(each, key=lambda item: keys.get(id(item), b""))
+
+    def _digest_of(self, value: Any) -> bytes:
         self.digested.begin()
         self._reached.clear()
         self.clear_memo()
@@ -302,8 +333,28 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         if is_unsendable(obj):
             return self.refused(obj, None)
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
-            return constructors.open_exception, (type(obj), obj.args), obj.__dict__ or None
+            cause = None if self.side.copying else obj.__cause__  # a copy is shown alone
+            made = constructors.open_exception, (type(obj), obj.args)
+            if cause is None and not obj.__dict__:
+                return made
+            return (*made, (obj.__dict__, cause), None, None, constructors.fill_exception)
         return self.other(obj)
+
+    def window(self, view: memoryview) -> Any:
+        """Reduce a view of a whole object by that object. Other views are refused."""
+        whole = memoryview(view.obj)
+        if (view.nbytes, view.format, view.shape, view.readonly) == (
+            whole.nbytes,
+            whole.format,
+            whole.shape,
+            whole.readonly,
+        ):
+            return memoryview, (view.obj,)
+        return self.refused(view, None)
+
+    def table(self, table: Any) -> Any:
+        """Reduce a table or column of pandas."""
+        return self.instance(table)
 
     def world_bound(self, obj: Any) -> Any:
         """Reduce an object that stores the processes it was made in. A digest treats it like any other object."""
@@ -350,22 +401,26 @@ class DigestedPickle:
 
     Attributes:
         nbytes: The pickle's size so far, with its buffers.
+        may_hold_sets: False if there are no sets in the pickle, except empty ones.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.may_hold_sets = False
         self._hasher = xxhash.xxh3_128()
         self._buffers: list[bytes] = []
 
     def begin(self) -> None:
         """Begin another pickle."""
         self.nbytes = 0
+        self.may_hold_sets = False
         self._hasher.reset()
         self._buffers.clear()
 
     def write(self, data: Any) -> None:
         """Digest a part of the pickle."""
         self.nbytes += len(data)
+        self.may_hold_sets = self.may_hold_sets or pickle.ADDITEMS in data or pickle.FROZENSET in data
         self._hasher.update(data)
 
     def keep(self, buffer: pickle.PickleBuffer) -> bool:
@@ -463,6 +518,8 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
     cbook = sys.modules.get("matplotlib.cbook")
     if cbook is not None and kind is cbook.CallbackRegistry:
         return lambda pickler, obj: pickler.callbacks(obj)
+    if pandas_internals.is_table(kind):
+        return lambda pickler, obj: pickler.table(obj)
     shells = sys.modules.get("IPython.core.interactiveshell")
     if shells is not None and issubclass(kind, shells.InteractiveShell):
         from IPython import get_ipython
@@ -492,8 +549,12 @@ _RULES: dict[type, Callable[[Any, Any], Any]] = {
         (obj.func,),
         {"attrname": obj.attrname, "__doc__": obj.__doc__},
     ),
-    typing.TypeVar: lambda pickler, obj: definitions.reduce_type_variable(obj, pickler.side.classes),
+    **dict.fromkeys(
+        definitions.NAMED_TYPES, lambda pickler, obj: definitions.reduce_named_type(obj, pickler.side.classes)
+    ),
+    **dict.fromkeys(definitions.TYPE_ALIASES, lambda pickler, obj: definitions.reduce_type_alias(obj)),
     weakref.ref: lambda pickler, obj: (weakref.ref, (obj(),)),
+    memoryview: lambda pickler, obj: pickler.window(obj),
     MemoryBlock: lambda pickler, obj: pickler.memory(obj),
     ByOpener: lambda pickler, obj: obj.name,
     Placeholder: lambda pickler, obj: obj.__reduce__(),

@@ -29,7 +29,6 @@ import copyreg
 import functools
 import sys
 import types
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -264,6 +263,8 @@ class Merge:
 
     def _exception(self, new: Any, target: Any) -> Any:
         target.args = self.merged(new.args)
+        if (cause := self.merged(new.__cause__)) is not target.__cause__:
+            target.__cause__ = cause
         return self._attributes(new, target)
 
     def _attributes(self, new: Any, target: Any) -> Any:
@@ -305,14 +306,16 @@ class Merge:
             target = new if old is _NOTHING else old
             self._done[key] = target
             return self._attributes(new, target)
-        if state is not None and hasattr(kind, "__setstate__"):
-            target = new if old is _NOTHING else old
-            self._done[key] = target
+        by_state = state is not None and hasattr(kind, "__setstate__")
+        if by_state:
+            self._done[key] = new if old is _NOTHING else old
+        merged_args = self.all(args)  # an iterator's arguments hold a part of its state
+        if by_state and (old is not _NOTHING or _same(merged_args, list(args))):
+            target = self._done[key]
             merged = self.merged(state)
             if target is old or not _same([merged], [state]):
                 target.__setstate__(merged)
             return target
-        merged_args = self.all(args)
         all_in_args = all(each is None for each in reduced[2:])
         if old is not _NOTHING and all_in_args:
             before = reducer(old) if reducer is not None else old.__reduce_ex__(4)
@@ -349,7 +352,7 @@ _RULES: tuple[tuple[type, _Rule], ...] = (
     (functools._lru_cache_wrapper, Merge._cache),
     # Classes are identified by ids. Their attributes are merged at the end.
     (type, lambda merge, new, target: new),
-    (typing.TypeVar, lambda merge, new, target: new),
+    *((kind, lambda merge, new, target: new) for kind in definitions.NAMED_TYPES),
     (BaseException, Merge._exception),
     (types.SimpleNamespace, Merge._attributes),
     (functools.cached_property, Merge._attributes),

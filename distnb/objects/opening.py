@@ -25,7 +25,6 @@ import pickle
 import pickletools
 import sys
 import types
-import typing
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -213,13 +212,13 @@ class Opener:
         else:  # a known class is merged when all values have been read
             self.held_classes.append((self._name, cls, state))
 
-    def make_type_variable(
-        self, identity: str, name: str, constraints: Any, bound: Any, kinds: dict[str, bool], module: str
+    def make_named_type(
+        self, identity: str, kind: type, args: tuple[Any, ...], keywords: dict[str, Any], module: str
     ) -> Any:
-        """Return a known type variable, or a new one."""
+        """Return a known type variable or `NewType`, or a new one."""
         found = self._side.classes.get(identity)
         if found is None:
-            found = typing.TypeVar(name, *constraints, bound=bound, **kinds)  # type: ignore[misc]
+            found = kind(*args, **keywords)
             found.__module__ = module
             self._side.classes.add(identity, found)
         return found

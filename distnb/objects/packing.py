@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import pickletools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from distnb.compat import pandas_internals
 from distnb.objects import constructors
 from distnb.objects.code import definitions
 from distnb.objects.digesting import INLINE_NBYTES, Digester, Side, on_accelerator
@@ -47,6 +49,7 @@ class Packed:
         pairs: A (place in the memo, number) pair for each object that the other side already has, one after the other.
             The high bits of the number are an index into `parts`, so that a number fits in 64 bits.
         parts: The parts of earlier packs to which the numbers belong.
+        unordered: The names whose objects each sender of an equal value numbers in an order of its own.
         copies: True if the values are copies of objects that stay with the sender. A class among them then changes no
             class of the receiver.
     """
@@ -58,6 +61,7 @@ class Packed:
     starts: tuple[int, ...] = ()
     pairs: bytes = b""
     parts: tuple[int, ...] = ()
+    unordered: Set[str] = frozenset()
     copies: bool = False
 
     @property
@@ -78,7 +82,9 @@ class Packed:
 
     def bare(self) -> Packed:
         """Return the pack without its content, for a receiver that gets the content from another sender."""
-        return Packed(serial=self.serial, names=self.names, data=b"", buffers=(), starts=self.starts)
+        return Packed(
+            serial=self.serial, names=self.names, data=b"", buffers=(), starts=self.starts, unordered=self.unordered
+        )
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +94,8 @@ class Packed:
     def __reduce__(self) -> Any:
         buffers = tuple(pickle.PickleBuffer(each) for each in self.buffers)
         data = pickle.PickleBuffer(self.data)
-        return Packed, (self.serial, self.names, data, buffers, self.starts, self.pairs, self.parts, self.copies)
+        numbers = self.starts, self.pairs, self.parts
+        return Packed, (self.serial, self.names, data, buffers, *numbers, self.unordered, self.copies)
 
 
 def out_of_band(buffers: list[Any]) -> Callable[[pickle.PickleBuffer], bool]:
@@ -197,6 +204,13 @@ class Packer(Digester):
 
     def callbacks(self, registry: Any) -> Any:
         return self.instance(registry)
+
+    def table(self, table: Any) -> Any:
+        reference = self.reference(table)
+        if reference is not None:
+            return reference
+        state = pandas_internals.state_apart(table)
+        return self.other(table) if state is None else (copyreg.__newobj__, (type(table),), state)  # type: ignore[attr-defined]
 
     def graph(self, tensor: Any) -> Any:
         """Reduce a tensor that has a graph of operations, which stays in its process."""

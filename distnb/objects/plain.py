@@ -10,6 +10,7 @@ import pathlib
 import re
 import sys
 import types
+import typing
 import uuid
 from typing import Any
 
@@ -45,6 +46,9 @@ ATOMS: frozenset[type] = frozenset(
 SCALARS = frozenset({type(None), bool, int, float})
 """The smallest of these types, which most calls that return a plain value return."""
 
+_ALIASES = frozenset(
+    map(type, (list[int], int | str, typing.Union[int, str], typing.Callable[[int], str], typing.List[int]))  # noqa: UP006, UP007
+)
 _TORCH_ATOMS = ("dtype", "device", "Size", "layout", "memory_format")
 _LARGEST_NBYTES = 1 << 16  # the other side keeps larger strings and tuples, so they need not be sent again
 
@@ -78,6 +82,9 @@ def _is_plain_object(kind: type, value: Any) -> bool:
         return False
     if issubclass(kind, (types.FunctionType, type)):
         return is_importable(value)
+    if kind in _ALIASES:  # `list[float]`, `int | str`, `typing.Callable[[int], str]`
+        origin = typing.get_origin(value)
+        return (origin is typing.Union or is_plain(origin)) and is_plain(value.__args__)
     if issubclass(kind, (enum.Enum, pathlib.PurePath)):
         return True
     if issubclass(kind, types.BuiltinFunctionType):

@@ -315,6 +315,8 @@ class Tracker:
                 digester.begin(name, value)
                 try:
                     digests.by_name[name] = digester.digest_of(value)
+                    if digester.arranged:
+                        digests.unordered.add(name)
                 except Exception as error:  # pickling may raise any error  # noqa: BLE001
                     digests.refused[name] = _refused(name, value, error)
                     digests.by_name[name] = repr(digests.refused[name]).encode()
@@ -401,6 +403,7 @@ class Tracker:
             starts=starts,
             pairs=pairs.tobytes(),
             parts=parts,
+            unordered=digests.unordered.intersection(names),
         )
         if held is not None and pairs:
             for within, found in packed.parts_within().items():

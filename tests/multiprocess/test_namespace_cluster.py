@@ -17,7 +17,18 @@ from distnb.notebook.handles.handle import RemotePerReplica
 from distnb.notebook.session import Session
 from distnb.options import StrategySpec
 from tests.sequences import SEQUENCES
-from tests.worlds import ClusterWorld, PlainWorld, Process, compare, distributed, modes_kept, ordinary, run_all
+from tests.value_sequences import KINDS
+from tests.worlds import (
+    ClusterWorld,
+    PlainWorld,
+    Process,
+    compare,
+    compare_results,
+    distributed,
+    modes_kept,
+    ordinary,
+    run_all,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -49,6 +60,15 @@ def test_cells_behave_as_in_one_ipython(name: str, world: ClusterWorld) -> None:
         run_all(plain, cells)
     run_all(world, cells)
     compare(plain.names(), world.names())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_values_of_every_kind_return(name: str, world: ClusterWorld) -> None:
+    plain = PlainWorld()
+    with modes_kept():
+        run_all(plain, KINDS[name])
+    run_all(world, KINDS[name])
+    compare_results(plain.names(), world.names())
 
 
 def test_objects_are_freed_on_engines(world: ClusterWorld) -> None:

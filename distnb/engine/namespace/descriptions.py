@@ -96,6 +96,7 @@ class Describer:
         code, nbytes, own_id = is_code(value), surveyor.nbytes.get(path, 0), objects.id_of(value)
         if not digests.refused and own_id is None and (code or nbytes <= self._most_nbytes):
             self.digests.by_name |= digests.by_name
+            self.digests.unordered |= digests.unordered
             self.digests.classes |= digests.classes
             summary = summarise(value, brief=True)
             reads, holds = tuple(sorted(digests.names)), surveyor.held[path]

@@ -311,6 +311,7 @@ class EngineNamespace:
         if not names and not sent:
             return changed, None
         digests.by_name.update(describer.digests.by_name)
+        digests.unordered.update(describer.digests.unordered)
         for name, cls in describer.digests.classes.items():
             if name not in values:
                 values[name] = cls
@@ -321,9 +322,13 @@ class EngineNamespace:
         try:
             every = {**sent, **values}
             # Code comes first, since opening other values may call it. Values that run no code when they are opened
-            # come before those that do, which may fail.
-            instances = describer.surveyor.instances
-            lacking = sorted([*names, *sent], key=lambda name: (not is_code(every[name]), bool(instances.get(name))))
+            # come before those that do, which may fail. Values in which each replica numbers the objects in an order of
+            # its own come last, so that objects which others hold, too, have the numbers of the others.
+            instances, unordered = describer.surveyor.instances, digests.unordered
+            lacking = sorted(
+                [*names, *sent],
+                key=lambda name: (not is_code(every[name]), name in unordered, bool(instances.get(name))),
+            )
             pack = tracker.pack(serial << 1 | 1, every, digests, lacking, held, tentative=True)
         finally:
             objects.references.register = None

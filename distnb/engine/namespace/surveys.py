@@ -161,9 +161,16 @@ class DataSurveyor(_Surveyor):
         return digest
 
     def _digest(self, value: Any) -> bytes:
+        return super().digest_of(value)
+
+    def arrange(self, sets: Iterable[Any]) -> None:
+        self.drop(self._name)  # the ids of device objects depend on their order
+        super().arrange(sets)
+
+    def _digest_of(self, value: Any) -> bytes:
         self.instances[self._name] = 0
         self._holds.clear()
-        return super().digest_of(value)
+        return super()._digest_of(value)
 
     def drop(self, name: str) -> None:
         """Release the ids of the device objects within a value that is not sent."""

@@ -70,6 +70,8 @@ def _within(tracker: Tracker, names: Iterable[str]) -> set[int]:
 def _digest(tracker: Tracker, known: Mapping[int, int], obj: Any, state: dict[str, Any] | None) -> bytes:
     """Return the digest of an object without the content of other numbered objects in it."""
     value = obj if state is None else state
+    if isinstance(value, set | frozenset):  # arranged, since its order may differ between processes
+        value = sorted(str(known.get(id(item)) or _digest(tracker, known, item, None)) for item in value)
     for fast in (True, False):
         digester = Digester(tracker.side)
         digester.persistent_id = lambda each: None if each is value else known.get(id(each))

@@ -21,13 +21,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from distnb.compat import cloudpickle_internals
-from distnb.objects.constructors import fill_class, make_class, make_function, make_type_variable
+from distnb.objects.constructors import fill_class, make_class, make_function, make_named_type, make_type_alias
 from distnb.objects.plain import is_importable, is_plain
 
 __all__ = [
     "DYNAMIC",
     "DYNAMIC_ATTRIBUTES",
     "EMPTY",
+    "NAMED_TYPES",
+    "TYPE_ALIASES",
     "Classes",
     "CodeNames",
     "class_state",
@@ -43,7 +45,8 @@ __all__ = [
     "reduce_cell",
     "reduce_class",
     "reduce_function",
-    "reduce_type_variable",
+    "reduce_named_type",
+    "reduce_type_alias",
     "source_of",
 ]
 
@@ -65,7 +68,13 @@ _OF_LAZY_ANNOTATIONS = frozenset({"__annotate_func__", "__annotations_cache__", 
 EMPTY: Any = object()
 """The content of a closure's cell before its first assignment."""
 
-_CODE = (types.FunctionType, type, functools._lru_cache_wrapper, typing.TypeVar)
+NAMED_TYPES: tuple[type, ...] = (typing.TypeVar, typing.ParamSpec, typing.TypeVarTuple, typing.NewType)
+"""The types of type variables, and of what `typing.NewType` returns. They have an identity, like classes."""
+
+TYPE_ALIASES: tuple[type, ...] = (getattr(typing, "TypeAliasType"),) if sys.version_info >= (3, 12) else ()  # noqa: B009
+"""The type of what the statement `type` makes."""
+
+_CODE = (types.FunctionType, type, functools._lru_cache_wrapper, *NAMED_TYPES, *TYPE_ALIASES)
 
 
 def is_code(value: Any) -> bool:
@@ -327,7 +336,9 @@ def reduce_class(cls: type, classes: Classes) -> Any:
         # also creates the class from its bases as written, and the base `NamedTuple` would generate the class again.
         given = {name: cls.__dict__[name] for name in ("__slots__", "__orig_bases__") if name in cls.__dict__}
         given["__module__"] = _interned(cls.__module__)
-        args = (*args[:2], cls.__bases__, {**args[3], **given}, *args[4:])
+        # The metaclass of typed dicts adds the base `dict` itself.
+        bases = tuple(base for base in cls.__bases__ if base is not dict) if typing.is_typeddict(cls) else cls.__bases__
+        args = (*args[:2], bases, {**args[3], **given}, *args[4:])
     where = None if "." in cls.__qualname__ else cls.__name__
     state = class_state(cls)
     return make_class, (classes.id_of(cls), kind, args, where), state, None, None, fill_class
@@ -358,11 +369,31 @@ def class_state(cls: type) -> dict[str, Any]:
     return state
 
 
-def reduce_type_variable(variable: typing.TypeVar, classes: Classes) -> Any:
-    """Reduce a type variable: by name if it can be imported, else with an id, like a class."""
-    found = sys.modules.get(variable.__module__)
-    if variable.__module__ != "__main__" and getattr(found, variable.__name__, None) is variable:
-        return getattr, (found, variable.__name__)
-    kinds = {"covariant": variable.__covariant__, "contravariant": variable.__contravariant__}
-    args = (variable.__name__, variable.__constraints__, variable.__bound__, kinds, variable.__module__)
-    return make_type_variable, (classes.id_of(variable), *args)
+def reduce_named_type(obj: Any, classes: Classes) -> Any:
+    """Reduce a type variable or a `NewType`: by name if it can be imported, else with an id, like a class."""
+    if (reduced := _by_name(obj)) is not None:
+        return reduced
+    args: tuple[Any, ...] = (obj.__name__,)
+    keywords: dict[str, Any] = {}
+    kind = type(obj)
+    if kind is typing.NewType:
+        args = (obj.__qualname__, obj.__supertype__)
+    elif kind is not typing.TypeVarTuple:
+        keywords = {"covariant": obj.__covariant__, "contravariant": obj.__contravariant__, "bound": obj.__bound__}
+        args = (obj.__name__, *getattr(obj, "__constraints__", ()))
+    return make_named_type, (classes.id_of(obj), kind, args, keywords, obj.__module__)
+
+
+def reduce_type_alias(alias: Any) -> Any:
+    """Reduce what the statement `type` makes: by name if it can be imported, else by its value."""
+    if (reduced := _by_name(alias)) is not None:
+        return reduced
+    return make_type_alias, (alias.__name__, alias.__value__, alias.__type_params__)
+
+
+def _by_name(obj: Any) -> Any:
+    """Return the reduction of an object that its module has under its name, or None."""
+    found, name = sys.modules.get(obj.__module__), obj.__name__
+    if obj.__module__ == "__main__" or getattr(found, name, None) is not obj:
+        return None
+    return getattr, (found, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import random
 import sys
@@ -124,12 +125,41 @@ def _category(module: str, name: str) -> Any:
     return found
 
 
+_own_loggers: list[logging.Logger] = []
+_loggers_known = (0, 0)
+
+
+def _loggers() -> list[logging.Logger]:
+    """Return the loggers that are not named after a loaded module: those of modules are set when these are imported."""
+    global _own_loggers, _loggers_known
+    known = logging.Logger.manager.loggerDict
+    if _loggers_known != (len(known), len(sys.modules)):
+        _loggers_known = len(known), len(sys.modules)
+        modules = sys.modules.keys() - {"__main__"}
+        _own_loggers = [
+            each
+            for name, each in list(known.items())
+            if isinstance(each, logging.Logger) and name.partition(".")[0] not in modules
+        ]
+    return _own_loggers
+
+
+def _log_levels() -> dict[str, int]:
+    return {each.name: each.level for each in _loggers() if each.level}
+
+
+def _set_log_levels(levels: dict[str, int]) -> None:
+    for name in _log_levels().keys() | levels.keys():
+        logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+
+
 MODES: tuple[Mode, ...] = (
     Mode(name="working directory", capture=_directory, apply=_set_directory, early=True),
     Mode(name="import path", capture=_path, apply=_set_path, early=True),
     Mode(name="environment variables", capture=_changed_variables, apply=_set_variables, early=True),
     Mode(name="warning filters", capture=_warning_filters, apply=_set_warning_filters, when="beginning"),
     Mode(name="tracebacks", capture=_traceback_mode, apply=_set_traceback_mode, when="beginning"),  # %xmode
+    Mode(name="log levels", capture=_log_levels, apply=_set_log_levels),
     Mode(name="random", capture=random.getstate, apply=random.setstate, when="end"),
     Mode(name="numpy.random", capture=numpy_state, apply=set_numpy_state, when="end"),
 )
