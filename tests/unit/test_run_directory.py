@@ -41,6 +41,20 @@ def test_a_run_directory_is_private_and_is_removed(tmp_path: Path) -> None:
     assert [*directory.path.parent.glob(directory.path.name + "*")] == []
 
 
+def test_another_user_cannot_keep_it_from_being_removed(tmp_path: Path) -> None:
+    directory = RunDirectory()
+    Path(f"{directory.path}.removed").touch()  # all that others see is the name, from which they may guess another one
+    directory.remove()
+    assert not directory.path.exists()
+    Path(f"{directory.path}.removed").unlink()
+
+
+def test_a_directory_that_cannot_be_renamed_is_removed_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "doomed" / "folder").mkdir(parents=True)
+    remove_directory(str(tmp_path / "doomed"), "missing/renamed")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_directory_that_cannot_be_created_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
@@ -95,7 +109,7 @@ def test_removal_succeeds_while_a_process_writes(tmp_path: Path) -> None:
     )
     try:
         processes.wait_until(lambda: len(os.listdir(doomed)) > 20, _WITHIN_S)
-        remove_directory(str(doomed))
+        remove_directory(str(doomed), "renamed")
         assert os.listdir(tmp_path) == []
     finally:
         writer.kill()

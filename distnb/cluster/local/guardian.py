@@ -1,9 +1,10 @@
 """`python guardian.py PID`: the guardian, which ends process PID's children after its end and removes its directory.
 
-Its owner, process PID, sends it lines on standard input: first the directory's path, then `+N` for each leader of a
-process group that must end with the owner, and `-N` for a leader that has ended. For example:
+Its owner, process PID, sends it lines on standard input: first the directory's path and its name during the removal,
+then `+N` for each leader of a process group that must end with the owner, and `-N` for a leader that has ended. For
+example:
 
-    /run/user/1000/distnb-3f2a9c
+    /tmp/distnb-3f2a9c distnb-77d01b
     +4711                             an engine
     +4712
     -4711                             it has ended, and will be reaped
@@ -12,7 +13,8 @@ Every engine watches the notebook, too, in a thread. But such a thread cannot ru
 lock. The guardian never computes, so it can always react.
 
 After the owner was killed, the guardian removes the directory, and no other process may create it again. The guardian
-renames it first, so that a process that is about to write a file into it fails. This module imports only the standard
+renames it first, so that a process that is about to write a file into it fails. The new name is a secret until then:
+otherwise another user could take it, and keep the directory from being removed. This module imports only the standard
 library, because the guardian starts with each cluster, before all other processes.
 """
 
@@ -86,14 +88,16 @@ def _start_time(pid: int) -> bytes | None:
     return None if state in (b"Z", b"X") else fields[18]
 
 
-def remove_directory(directory: str) -> None:
-    """Remove a directory into which other processes may still be writing."""
-    renamed = f"{directory}.removed"
+def remove_directory(directory: str, renamed: str) -> None:
+    """Remove a directory into which other processes may still be writing. `renamed` is its name meanwhile."""
+    doomed = os.path.join(os.path.dirname(directory), renamed)
     with suppress(OSError):
-        os.rename(directory, renamed)
+        os.rename(directory, doomed)
+    if not os.path.lexists(doomed):
+        doomed = directory  # it cannot be renamed
     deadline = time.monotonic() + _REMOVING_S
-    while os.path.exists(renamed) and time.monotonic() < deadline:
-        shutil.rmtree(renamed, ignore_errors=True)  # repeated, for files created in the meantime
+    while os.path.lexists(doomed) and time.monotonic() < deadline:
+        shutil.rmtree(doomed, ignore_errors=True)  # repeated, for files created in the meantime
 
 
 def main(owner: int) -> None:
@@ -127,7 +131,7 @@ class _Owned:
     def __init__(self) -> None:
         self._rest = b""
         self._logs = os.environ.get("DISTNB_LOG", "").strip().lower() in ("debug", "info")
-        self._directory = ""
+        self._directory = self._renamed = ""
         self._leaders: dict[int, int] = {}  # by pid, the `end_descriptor`, which never refers to a later process
 
     def receive(self) -> bool:
@@ -141,7 +145,7 @@ class _Owned:
             if self._logs and self._directory:
                 self._log(f"received {line.decode()}")
             if not self._directory:
-                self._directory = os.fsdecode(line)
+                self._directory, _, self._renamed = os.fsdecode(line).rpartition(" ")
             elif line.startswith(b"+"):
                 with suppress(ProcessLookupError):
                     self._leaders[int(line)] = end_descriptor(int(line))
@@ -168,7 +172,7 @@ class _Owned:
         for process in self._leaders.values():
             _is_readable(process, max(0.0, deadline - time.monotonic()))
         if self._directory:
-            remove_directory(self._directory)
+            remove_directory(self._directory, self._renamed)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ class RunDirectory:
     """
 
     def __init__(self) -> None:
-        self.path = Path(_parent(), f"distnb-{secrets.token_hex(6)}")
+        self.path = Path(_parent(), _new_name())
+        self._renamed = _new_name()
         self._owner = os.getpid()
         # The guardian is started first, so that it removes the directory whenever the owner is killed.
         self._guardian = subprocess.Popen(
@@ -41,7 +42,7 @@ class RunDirectory:
             cwd="/",
             start_new_session=True,
         )
-        self._notify(os.fsencode(self.path) + b"\n")
+        self._notify(os.fsencode(f"{self.path} {self._renamed}\n"))
         try:
             self.path.mkdir(mode=0o700)
         except OSError as error:
@@ -68,11 +69,15 @@ class RunDirectory:
         """Remove the directory, after all processes have ended. Do nothing in a forked child."""
         if os.getpid() != self._owner:
             return
-        guardian.remove_directory(str(self.path))
+        guardian.remove_directory(str(self.path), self._renamed)
         assert self._guardian.stdin is not None
         self._guardian.kill()
         self._guardian.wait()
         self._guardian.stdin.close()
+
+
+def _new_name() -> str:
+    return f"distnb-{secrets.token_hex(6)}"
 
 
 def _parent() -> str:
