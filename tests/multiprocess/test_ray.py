@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import re
 import shutil
 import signal
@@ -145,6 +146,21 @@ def test_an_address_of_rays_client_is_an_error(notebook: Notebook) -> None:
     failed = notebook.try_run("%distnb start --ray ray://127.0.0.1:10001 -n 2")
     assert failed.error_name == "OptionError", failed.traceback
     assert "ray://127.0.0.1:10001 leads to Ray's client server" in failed.error_text
+
+
+def test_an_address_at_which_ray_does_not_answer_is_an_error_at_once(notebook: Notebook) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        message = notebook.start(f"%distnb start --ray 127.0.0.1:{port} -n 2")
+        connected, _ = other.accept()
+        with connected:
+            connected.sendall(b"HTTP/1.1 505 HTTP Version Not Supported\r\n\r\n")
+        failed = notebook.finish(message)
+        assert failed.error_name == "StartError", failed.traceback
+        assert "another service answers" in failed.error_text
+    refused = notebook.try_run(f"%distnb start --ray 127.0.0.1:{port} -n 2")
+    assert refused.error_name == "StartError", refused.traceback
+    assert f"There is no Ray cluster at '127.0.0.1:{port}'" in refused.error_text
 
 
 @pytest.mark.soak  # test_hosts.py tests it on machines that ssh reaches

@@ -41,6 +41,11 @@ _logger = logging.getLogger("distnb.cluster.remote")
 _RESERVE_S = 5.0  # the time in which Ray reserves resources that are free
 _ACTOR_S = 60.0  # the time in which an actor starts: its process imports distnb
 _POLL_S = 0.5
+_GREETING_S = 5.0
+# The beginning of an HTTP/2 connection, with empty settings. A gRPC server, such as Ray's, answers with its settings.
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_SETTINGS = 4  # the fourth byte of a frame is its type
+_HEADER_NBYTES = 9
 
 
 @dataclass(frozen=True)
@@ -286,6 +291,8 @@ def _connect(address: str) -> bool:
                 f"{address}. Leave the address out, or call ray.shutdown() first."
             )
         return False
+    if named not in ("", "auto", "local"):
+        _check_greeting(named)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -294,6 +301,29 @@ def _connect(address: str) -> bool:
             "the cluster requires a token, set RAY_AUTH_MODE=token."
         ) from error
     return True
+
+
+def _check_greeting(address: str) -> None:
+    """Check that a gRPC server answers at an address. Otherwise `ray.init` would try again for many minutes.
+
+    Raises:
+        StartError: None does.
+    """
+    header = b""
+    try:
+        with socket.create_connection(split_address(address), _GREETING_S) as connected:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return  # it answers encrypted
+            connected.sendall(_GREETING)
+            header = connected.makefile("rb").read(_HEADER_NBYTES)
+        why = f"another service answers ({header!r})"
+    except OSError as error:
+        why = str(error)
+    if header[3:4] != bytes((_SETTINGS,)):
+        raise StartError(
+            f"There is no Ray cluster at {address!r}: {why}. Give the address that `ray start --head` prints, usually "
+            "with port 6379."
+        )
 
 
 def _client_error(found: str) -> OptionError:
