@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 import distnb
@@ -94,6 +96,27 @@ def test_only_clients_with_the_secret_are_served(servers: Servers, notebook: Not
     assert f"There is no connection to the server at {servers.addresses[0]}." in failed.error_text
     assert "Does it run there, with the same secret?" in failed.error_text
     assert all(each.poll() is None for each in servers.processes)
+
+
+def test_a_server_that_cannot_start_a_process_reports_that_and_goes_on(servers: Servers, notebook: Notebook) -> None:
+    pid = servers.processes[1].pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    few = psutil.Process(pid).num_fds() + 4  # enough for the client, and not for the pipes to a node agent
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, limits[1]))
+    try:
+        failed = notebook.try_run(servers.start())
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert failed.error_name == "StartError"
+    assert "cannot start a process: [Errno 24] Too many open files" in failed.error_text
+    assert all(each.poll() is None for each in servers.processes)
+
+
+def test_a_server_closes_connections_without_the_secret(servers: Servers) -> None:
+    host, _, port = servers.addresses[1].rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=20.0) as idle:
+        while idle.recv(1000):  # ZeroMQ's greeting, then the end
+            pass
 
 
 def test_engines_of_servers_compute_together(servers: Servers, notebook: Notebook) -> None:

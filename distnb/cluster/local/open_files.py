@@ -8,7 +8,7 @@ import resource
 
 from distnb.errors import StartError
 
-__all__ = ["FILES_PER_ENGINE", "raise_file_limit"]
+__all__ = ["FILES_PER_ENGINE", "raise_file_limit", "raise_file_limit_of_server"]
 
 _logger = logging.getLogger("distnb.cluster")
 
@@ -16,6 +16,16 @@ FILES_PER_ENGINE = 6
 """The end of the engine's process, two pipes to its node agent, and the sockets for control, programs and closures."""
 
 _FEW = 256  # for everything else that the notebook opens
+_SERVERS = 1 << 16  # one address has fewer ports, so it cannot open as many connections to a server
+
+
+def raise_file_limit_of_server() -> None:
+    """Raise this process's limit of open files, since anyone may open connections to its port."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _SERVERS if most == resource.RLIM_INFINITY else min(_SERVERS, most)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+        _logger.info("the limit of open files is %d instead of %d", wanted, limit)
 
 
 def raise_file_limit(engines: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from distnb.cluster.local.open_files import raise_file_limit_of_server
 from distnb.cluster.network import interface_of
 from distnb.cluster.process_environment import import_environment
 from distnb.cluster.remote.base import NODE_AGENT
@@ -30,6 +31,7 @@ from distnb.errors import OptionError, StartError
 from distnb.process_log import log_to_stderr
 from distnb.topology import PS
 from distnb.wire.channel import OneClientKey
+from distnb.wire.unix_socket import BACKLOG
 
 __all__ = ["Server", "serve_until_signal"]
 
@@ -38,6 +40,8 @@ _logger = logging.getLogger("distnb.cluster.server")
 _PROTOCOL = "distnb"
 _TASKS = (b"probe", b"serve")
 _END_S = 10.0
+_HANDSHAKE_MS = 5000  # a connection that does not prove by then that it has the secret is closed
+_NOT_STARTED = 1  # the status of a node agent that could not be started
 _POLL_MS = 500
 _CHUNK = 1 << 16
 
@@ -111,6 +115,8 @@ class Server:
         self._socket.curve_publickey = keys.server_public.encode()
         self._socket.sndhwm = self._socket.rcvhwm = 0  # no limit: beyond one, a ROUTER drops messages silently
         self._socket.router_mandatory = True
+        self._socket.handshake_ivl = _HANDSHAKE_MS
+        self._socket.backlog = BACKLOG
         self._socket.linger = 500
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = self._stopping = False
@@ -127,6 +133,7 @@ class Server:
         """Listen and serve, once. Raises StartError if the address is not this machine's, or is in use."""
         if self._thread is not None or self._closed:
             return
+        raise_file_limit_of_server()
         try:
             self._socket.ipv6 = True
             self._socket.bind(_own_url(self.address))
@@ -226,15 +233,22 @@ class Server:
             _release(agent)
 
     def _start_node_agent(self, client: bytes, task: str) -> None:
-        agent = subprocess.Popen(
-            [*NODE_AGENT, task, str(os.getpid())],
-            env=os.environ | import_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+        try:
+            agent = subprocess.Popen(
+                [*NODE_AGENT, task, str(os.getpid())],
+                env=os.environ | import_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:  # too many open files or processes, or too little memory: later ones may start
+            _logger.warning("%s: a node agent for %s cannot be started: %s", self._who, task, error)
+            text = f"distnb: the server of {self._who} cannot start a process: {error}. Try again later.\n"
+            self._send(client, ERROR, text.encode())
+            self._send(client, STATUS, b"%d" % _NOT_STARTED)
+            return
         assert agent.stdout is not None
         assert agent.stderr is not None
         _logger.info("%s: node agent %d for %s", self._who, agent.pid, task)

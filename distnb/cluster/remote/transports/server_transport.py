@@ -7,6 +7,7 @@ from pathlib import Path
 
 from distnb.cluster.process_environment import PYTHON_MODULE
 from distnb.cluster.remote.base import Transport
+from distnb.cluster.remote.heartbeat import LOST
 from distnb.cluster.remote.secret import read_secret
 from distnb.cluster.remote.server_client import connect_patience_s
 from distnb.cluster.worker_placement import split_address
@@ -39,6 +40,8 @@ class ServerTransport(Transport):
     def unreached(self, host: str, status: int) -> str:
         """Return the error, with the address and the task."""
         task = f" of {self._tasks[host]}" if host in self._tasks else ""
+        if status != LOST:
+            return f"The server{task} at {host} could not run a node agent."
         return f"There is no connection to the server{task} at {host}."
 
     def machine(self, host: str) -> str:
