@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
