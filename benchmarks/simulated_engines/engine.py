@@ -33,6 +33,7 @@ from distnb.cluster.connection import Connection
 from distnb.topology import Team
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link
+from distnb.wire.control_channel import ControlLink
 from distnb.wire.messages import (
     Abort,
     Activity,
@@ -90,7 +91,7 @@ class SimulatedEngine:
             self._programs = unix_socket.connect(connection.listener, engine)
         else:
             self._programs = Link(context, engine, connection.program_url, **keys)
-        self._control = Link(context, engine, connection.control_url, **keys)
+        self._control = ControlLink(context, engine, connection.control_url, **keys)
         self._random = random.Random(engine)
         tools = {"print": self._print, "live": self._live, "step": self._step, "sleep": asyncio.sleep, "Tensor": Tensor}
         self._namespace = Namespace(tools)

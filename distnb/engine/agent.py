@@ -59,6 +59,7 @@ from distnb.values import DistributedValues
 from distnb.values.structure import select
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink
+from distnb.wire.control_channel import ControlLink
 from distnb.wire.exchange import Result
 from distnb.wire.messages import (
     Apply,
@@ -148,7 +149,7 @@ class Agent:
         self._console = Console(engine, self._guard, self._running, self._emit)
         self._control = Control(
             engine,
-            lambda: Link(context, engine, connection.control_url, **keys, monitored=self._absence is not None),
+            lambda: ControlLink(context, engine, connection.control_url, **keys, monitored=self._absence is not None),
             self._guard,
             self._console,
             absence=self._absence,
@@ -180,9 +181,9 @@ class Agent:
         """Begin to serve on the running event loop of this thread, and send `Hello`."""
         hello = self._hello()
         self._leave = signal.signal(signal.SIGTERM, self._terminate)
+        self._control.emit(hello, urgent=True)  # first: the notebook drops what comes before
         self._control.start()
         _logger.info("engine %d serves on %s", self.engine, self.device)
-        self._control.emit(hello, urgent=True)
         self._programs.send(hello)
         self._listen()
         IOLoop.current().add_callback(self._serve_programs)

@@ -37,8 +37,8 @@ __all__ = [
     "ProgramLink",
     "Programs",
     "Switchboard",
+    "arrived",
     "bind_router",
-    "receive_from",
     "send_frames",
 ]
 
@@ -79,7 +79,7 @@ class Switchboard:
 
     Attributes:
         programs: The channel for programs. Only the thread that holds the session's turn uses it.
-        control: The socket for control. Only the supervisor's thread uses it.
+        control: The socket for control (see `wire.control_channel`). Only the supervisor's thread uses it.
         program_url, control_url: The addresses of both for engines that connect with ZeroMQ. The first is "" if the
             engines use UNIX sockets.
 
@@ -245,7 +245,7 @@ class Peers:
             connected = self._sockets.get(peer)
             if connected is None:
                 shared = shared or (_shared(frames) if len(peers) > 1 else frames)
-                reached = self._remote is not None and send_frames(self._remote, peer, shared)
+                reached = self._remote is not None and send_frames(self._remote, _name(peer), shared)
             elif self._recycles:
                 reached = connected.send_frames(frames)
             else:
@@ -284,8 +284,10 @@ class Peers:
             elif self._sockets[peer].ended:
                 self._lose(peer)  # the process has ended, and its watcher reports that
         if self._remote is not None:
-            for peer, frames in _arrived(self._remote):
-                yield peer, _or_error(partial(decode, frames))
+            for name, frames in arrived(self._remote):
+                # A process that was replaced, by another one of the same number, has no number as its name.
+                if name.isdigit():
+                    yield int(name), _or_error(partial(decode, frames))
 
     def is_near(self, peer: int) -> bool:
         """Return whether a peer is on this host and connected. Then any thread may send to it."""
@@ -343,10 +345,10 @@ class Programs(Peers):
             yield engine, message
 
 
-def send_frames(socket: zmq.Socket[bytes], peer: int, frames: Sequence[Frame | zmq.Frame]) -> bool:
-    """Send a copy of a message through a ROUTER. Return False if the peer is not connected."""
+def send_frames(socket: zmq.Socket[bytes], name: bytes, frames: Sequence[Frame | zmq.Frame]) -> bool:
+    """Send a copy of a message through a ROUTER. Return False if no peer of this name is connected."""
     try:
-        _send(socket, [b"%d" % peer, *frames])
+        _send(socket, [name, *frames])
     except zmq.ZMQError as error:
         if error.errno != zmq.EHOSTUNREACH:
             raise
@@ -354,22 +356,14 @@ def send_frames(socket: zmq.Socket[bytes], peer: int, frames: Sequence[Frame | z
     return True
 
 
-def receive_from(socket: zmq.Socket[bytes]) -> Iterator[tuple[int, Any]]:
-    """Yield the messages that have arrived at a ROUTER, each with the number of its sender, without blocking.
-
-    Raises:
-        MessageError: A message cannot be read.
-    """
-    for peer, frames in _arrived(socket):
-        yield peer, decode(frames)
-
-
-def _arrived(socket: zmq.Socket[bytes]) -> Iterator[tuple[int, list[Frame]]]:
+def arrived(socket: zmq.Socket[bytes]) -> Iterator[tuple[bytes, list[Frame]]]:
+    """Yield the messages that have arrived at a ROUTER, each with the name of its sender, without blocking."""
     while _has_message(socket):
-        name = socket.recv()
-        frames = _receive(socket)
-        if name.isdigit():  # a process that was replaced, by another one of the same number, has no number as its name
-            yield int(name), frames
+        yield socket.recv(), _receive(socket)
+
+
+def _name(peer: int) -> bytes:
+    return b"%d" % peer
 
 
 def _or_error(receive: Callable[[], Any]) -> Any:
@@ -413,7 +407,10 @@ def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
 
 
 class Link:
-    """The end of an engine or of another peer: one DEALER socket, whose identity is the peer's number.
+    """The end of an engine or of another peer: one DEALER socket.
+
+    Args:
+        name: The name by which the other end knows it; None for the peer's number.
 
     Attributes:
         monitor: The monitor of the connection, which ZeroMQ makes again whenever it has ended; None unless `monitored`.
@@ -430,12 +427,13 @@ class Link:
         server_public: bytes,
         client_public: bytes,
         client_secret: bytes,
+        name: bytes | None = None,
         monitored: bool = False,
     ) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         # Before it connects: a monitor does not report what has happened already.
         self.monitor = ConnectionMonitor(self.socket) if monitored else None
-        self.socket.identity = b"%d" % peer
+        self.socket.identity = _name(peer) if name is None else name
         self.socket.curve_serverkey = server_public
         self.socket.curve_publickey = client_public
         self.socket.curve_secretkey = client_secret

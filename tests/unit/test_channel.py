@@ -16,6 +16,7 @@ import zmq
 
 from distnb.errors import StartError
 from distnb.wire.channel import Link, ProgramLink, Switchboard
+from distnb.wire.control_channel import ControlChannel, ControlLink
 from distnb.wire.messages import Hello
 from distnb.wire.unix_socket import UnixSocket, connect
 
@@ -161,6 +162,35 @@ def test_a_client_without_curve_cannot_send(switchboard: Switchboard, context: z
     with suppress(zmq.Again):  # refused before it could send
         socket.send(b"run this", zmq.NOBLOCK)
     assert read(switchboard, 0.5) == []
+
+
+def test_an_old_connection_that_comes_again_does_not_replace_the_new_one(
+    switchboard: Switchboard, context: zmq.Context[Any]
+) -> None:
+    def events() -> Iterator[Any]:
+        poll = zmq.Poller()
+        poll.register(switchboard.control, zmq.POLLIN)
+        while poll.poll(60_000):
+            yield from control.receive()
+
+    control, hello = ControlChannel(switchboard.control), Hello(3, 1, "here")
+    received = events()
+    new = ControlLink(context, 3, switchboard.control_url, **KEYS)
+    new.send([hello])
+    assert next(received) == (3, [hello])
+    old = ControlLink(context, 3, switchboard.control_url, **KEYS, monitored=True)
+    assert old.monitor is not None
+    assert old.monitor.socket.poll(60_000)
+    old.send(["what the last notebook did not read"])
+    old.close()
+    last = Link(context, 4, switchboard.control_url, **KEYS)  # by its message all that the old one did has arrived
+    last.send([Hello(4, 1, "here")])
+    assert next(received)[0] == 4
+    new.send(["event"])
+    assert next(received) == (3, ["event"])
+    assert control.send(3, "order")
+    assert new.socket.poll(60_000)
+    assert new.receive() == "order"
 
 
 def test_a_message_to_a_missing_engine_is_an_error(switchboard: Switchboard) -> None:

@@ -23,8 +23,7 @@ import zmq
 from distnb.notebook.programs.supervision import EndProgram, GiveUpOn, Order, Supervision
 from distnb.runtime.interrupts import drain
 from distnb.story import Transition
-from distnb.wire.channel import receive_from, send_frames
-from distnb.wire.codec import encode
+from distnb.wire.control_channel import ControlChannel
 from distnb.wire.messages import (
     Abort,
     Activity,
@@ -80,7 +79,7 @@ class Supervisor:
     """The reader of the control channel, which only its thread uses, and the executor of `Supervision`'s orders."""
 
     def __init__(self, control: zmq.Socket[bytes], on_hello: Callable[[int], None]) -> None:
-        self._control = control
+        self._control = ControlChannel(control)
         self._on_hello = on_hello
         self.events = EventHub()
         self._questions = itertools.count(1)
@@ -285,7 +284,7 @@ class Supervisor:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._control, zmq.POLLIN)
+        poller.register(self._control.socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         while True:
             with self._changed:  # another thread may begin a program
@@ -297,7 +296,7 @@ class Supervisor:
                 if task is None:
                     return
                 task()
-            for engine, batch in receive_from(self._control):
+            for engine, batch in self._control.receive():
                 for event in batch:
                     self._handle_event(engine, event)
             self._advance(self._state.tick)
@@ -345,7 +344,7 @@ class Supervisor:
 
     def _send(self, engine: int, message: Any) -> None:
         try:
-            send_frames(self._control, engine, encode(message))  # the pidfd reports an engine that is gone
+            self._control.send(engine, message)  # the pidfd reports an engine that is gone
         except zmq.ZMQError as error:
             if error.errno != zmq.ENOTSOCK:
                 raise
