@@ -70,6 +70,7 @@ class ClientConnection:
 
     def close(self) -> None:
         """Send the messages that are left, and close the connection."""
+        self.gone = True
         self._outgoing.put(None)
         self._sender.join(_FLUSH_S)
         self._pipe.close()

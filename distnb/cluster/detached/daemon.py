@@ -231,11 +231,9 @@ class Daemon:
     def _accept(self) -> None:
         while not self._ownership.ended:
             try:
-                pipe = self._listener.accept()
-            except OSError:  # the listener is closed, the client has gone, or there are too many open files
+                self._serve_in_thread(self._listener.accept())
+            except (OSError, RuntimeError):  # the listener is closed, the client has gone, or this process has no room
                 time.sleep(_PAUSE_S)
-                continue
-            self._serve_in_thread(pipe)
 
     def _serve_in_thread(self, pipe: Pipe[Any, Any]) -> None:
         client = ClientConnection(next(self._numbers), pipe)
@@ -244,21 +242,28 @@ class Daemon:
         threading.Thread(target=self._serve, args=(client,), name="distnb-client", daemon=True).start()
 
     def _serve(self, client: ClientConnection) -> None:
-        """Receive a client's requests until it has gone."""
-        while (request := client.receive()) is not None:
-            _logger.debug("client %d: request %s", client.number, request.name)
-            if request.name == "connect":
-                self._connect(client, request)
-            elif request.name == "stop":  # its answer is the end of the connection
-                self._stop(f"it was stopped by {client.who or f'`distnb stop {self.entry.name}` in a terminal'}")
-            else:
-                arguments = client, request
-                threading.Thread(target=self._answer, args=arguments, name="distnb-request", daemon=True).start()
-        self._end_joining(client)  # before the next notebook is connected
-        with self._changed:
-            del self._clients[client.number]
-            self._advance(lambda now: self._ownership.left(client.number, now=now))
-        client.close()
+        """Handle a client's requests until it has gone."""
+        try:
+            while (request := client.receive()) is not None:
+                self._handle(client, request)
+            self._end_joining(client)  # before the next notebook is connected
+        except Exception:
+            _logger.exception("client %d is given up", client.number)
+        finally:
+            with self._changed:
+                del self._clients[client.number]
+                self._advance(lambda now: self._ownership.left(client.number, now=now))
+            client.close()
+
+    def _handle(self, client: ClientConnection, request: DaemonRequest) -> None:
+        _logger.debug("client %d: request %s", client.number, request.name)
+        if request.name == "connect":
+            self._connect(client, request)
+        elif request.name == "stop":  # its answer is the end of the connection
+            self._stop(f"it was stopped by {client.who or f'`distnb stop {self.entry.name}` in a terminal'}")
+        else:
+            arguments = client, request
+            threading.Thread(target=self._answer, args=arguments, name="distnb-request", daemon=True).start()
 
     def _connect(self, client: ClientConnection, request: DaemonRequest) -> None:
         """Handle the request to become the cluster's notebook, which the order to grant or to refuse it answers."""
@@ -486,7 +491,10 @@ def main() -> None:
     os.dup2(log, 2)
     with suppress(OSError):  # the notebook has ended
         starter.send(None)
-    daemon.serve(starter)
+    try:
+        daemon.serve(starter)
+    except BaseException:
+        _logger.exception("the daemon failed, and its guardian ends what is left")
     os._exit(0)  # the threads of clients may wait
 
 

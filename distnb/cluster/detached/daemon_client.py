@@ -88,7 +88,7 @@ class DaemonClient(RunningCluster):
         try:
             with self._sending:
                 self._pipe.send(DaemonRequest(number, name, arguments))
-        except OSError:
+        except (OSError, TypeError):  # the second: closed by another thread meanwhile
             pending.put(DaemonAnswer(number, error=NoClusterError(f"The engines cannot be reached: {self._why}.")))
         return pending
 

@@ -204,8 +204,8 @@ class Hosts(Launcher):
         return release
 
     def host(self, engine: int) -> str:
-        """Return the machine's name from the start."""
-        return self._hosts[engine]
+        """Return the machine's name from the start; "" if the engine was removed."""
+        return self._hosts.get(engine, "")
 
 
 class _AgentLink:
