@@ -404,7 +404,7 @@ def test_an_interrupt_between_calls_ends_pending_ones(notebook: Notebook) -> Non
     stop_when_ready(notebook, source)
 
 
-WAITS = {
+INTERRUPTED_WAITS = {
     "a sleep": "time.sleep(600)",
     "a collective": "if distnb.replica_id() == 0:\n    time.sleep(600)\ndist.all_reduce(torch.ones(3))",
     "a step": "def step():\n    if distnb.replica_id() == 0:\n        time.sleep(600)\n"
@@ -428,10 +428,10 @@ def shown(notebook: Notebook, message: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("ends", ["except KeyboardInterrupt:", "finally:"])
-@pytest.mark.parametrize("waits", WAITS)
+@pytest.mark.parametrize("waits", INTERRUPTED_WAITS)
 def test_handlers_of_an_interrupt_have_time(notebook: Notebook, tmp_path: Path, waits: str, ends: str) -> None:
     go = tmp_path / "go"
-    source = HANDLES.format(waits=textwrap.indent(WAITS[waits], "    "), ends=ends, go=str(go))
+    source = HANDLES.format(waits=textwrap.indent(INTERRUPTED_WAITS[waits], "    "), ends=ends, go=str(go))
     message = notebook.start(source)
     notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
     notebook.interrupt()
