@@ -2,18 +2,21 @@
 
 `reference` runs a program's text with a `strategy` and a `distnb` that only divide and add. If a program does something
 else on each replica (`by_slices`), one process computes the replicas' slices one after another: gradients add up
-in `.grad`, the first slice's `zero_grad` counts, and the last one's `step`.
+in `.grad`, the first slice's `zero_grad` counts, and the last one's `step`. Running statistics are averaged.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import gc
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from tests.conformance.prelude import TEXT
 from tests.conformance.program import Program
@@ -68,14 +71,23 @@ class PlainStrategy:
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        results = []
+        results, statistics = [], []
+        layers = [each for each in gc.get_objects() if issubclass(type(each), _NormBase) and each.track_running_stats]
+        before = [copy.deepcopy(each.state_dict()) for each in layers]
         for replica in range(self.num_replicas_in_sync):
             self.replica = replica
+            for layer, state in zip(layers, before, strict=True):
+                layer.running_mean, layer.running_var = state["running_mean"].clone(), state["running_var"].clone()
+                layer.num_batches_tracked = state["num_batches_tracked"].clone()
             with self._one_slice():
                 chosen = [self._component(value) for value in args]
                 results.append(function(*chosen, **{key: self._component(v) for key, v in (kwargs or {}).items()}))
+            statistics.append([(each.running_mean, each.running_var) for each in layers])
+        for layer, of_slices in zip(layers, zip(*statistics, strict=True), strict=True):
+            means, variances = zip(*of_slices, strict=True)
+            layer.running_mean, layer.running_var = torch.stack(means).mean(dim=0), torch.stack(variances).mean(dim=0)
         self.replica = 0
-        return results[0] if len(results) == 1 else Slices(results)
+        return results[0] if len(results) == 1 or results[0] is None else Slices(results)
 
     def _component(self, value: Any) -> Any:
         return value[self.replica] if isinstance(value, Slices) else value
@@ -162,5 +174,6 @@ def _distnb(strategy: PlainStrategy) -> types.SimpleNamespace:
         ),
         Variable=PlainVariable,
         replica_id=lambda: strategy.replica,
+        get_replica_context=lambda: types.SimpleNamespace(all_reduce=lambda op, value: value),
         is_chief=lambda: strategy.replica == 0,
     )

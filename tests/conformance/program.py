@@ -115,7 +115,7 @@ def program(
     dtype: str = "float64",
     tolerance: float = 1e-9,
     notices: str = "",
-) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a program, the decorated function.
 
     Args:
@@ -124,7 +124,7 @@ def program(
             The refusals of a case may be among its constants, as `refused`.
     """
 
-    def add(function: Callable[[], Any]) -> Callable[[], Any]:
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
         source = inspect.getsource(inspect.getmodule(function))  # type: ignore[arg-type]
         topic = function.__module__.rpartition(".")[2]
         for case, constants in (cases or {"": {}}).items():

@@ -10,11 +10,11 @@ from tests.conformance.prelude import mse, pause, rows, strategy, train, whole
 from tests.conformance.program import program
 
 
-@program(cases={name: {"OPTIMIZER": name} for name in ("SGD", "Adam", "Adagrad")})
-def a_model_and_its_optimizer():
+@program(cases={name: {"optimizer_name": name} for name in ("SGD", "Adam", "Adagrad")})
+def a_model_and_its_optimizer(optimizer_name):
     with strategy.scope():
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-        optimizer = getattr(torch.optim, OPTIMIZER)(model.parameters(), lr=0.05)  # noqa: F821
+        optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), lr=0.05)
     kept = {"model": model, "optimizer": optimizer}
 
     def step(batch):
