@@ -20,7 +20,9 @@ def notebook_with(request: pytest.FixtureRequest) -> Iterator[Notebook]:
         yield notebook
 
 
-@pytest.mark.parametrize(("notebook_with", "program", "way"), cases("cell", "ordinary"), indirect=["notebook_with"])
+@pytest.mark.parametrize(
+    ("notebook_with", "program", "way"), cases("cell", "ordinary"), indirect=["notebook_with"], scope="module"
+)
 def test_a_program_is_right_or_refused(notebook_with: Notebook, program: str, way: Way) -> None:
     found = named(program)
     prepare(notebook_with, found, way)

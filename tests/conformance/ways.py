@@ -57,7 +57,8 @@ class Way:
     @property
     def engines(self) -> str:
         """The arguments of `%distnb start` in a notebook, where replicas of parameter servers are workers."""
-        return f"--workers {self.replicas} --ps 2" if self.strategy == "parameter_server" else f"-n {self.replicas}"
+        servers = self.strategy == "parameter_server"
+        return f"--workers {self.replicas} --ps 2" if servers else f"-n {self.replicas}"
 
 
 def ways_of(program: Program) -> list[Way]:
