@@ -28,9 +28,16 @@ def reference(name: str, replicas: int) -> dict[str, Any]:
     from tests.conformance.program import all_programs
 
     [program] = [each for each in all_programs() if each.name == name]
-    if program.expected is not None:
-        return program.expected(replicas, **program.constants)
-    return _run(program, replicas if program.by_slices else 1)
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        torch.set_default_dtype(getattr(torch, program.dtype))
+        try:
+            if program.expected is not None:
+                return program.expected(replicas, **program.constants)
+            return _run(program, replicas if program.by_slices else 1)
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 def _run(program: Program, replicas: int) -> dict[str, Any]:
@@ -42,15 +49,8 @@ def _run(program: Program, replicas: int) -> dict[str, Any]:
         "torch": torch,
         **program.constants,
     }
-    dtype = torch.get_default_dtype()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        torch.set_default_dtype(getattr(torch, program.dtype))
-        try:
-            for text in (TEXT, program.module, program.text):
-                exec(compile(text.replace("import distnb\n", ""), program.name, "exec"), names)
-        finally:
-            torch.set_default_dtype(dtype)
+    for text in (TEXT, program.module, program.text):
+        exec(compile(text.replace("import distnb\n", ""), program.name, "exec"), names)
     return dict(names["result"])
 
 
