@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(TIME_LIMIT_S)
 @pytest.fixture(scope="module")
 def launch(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Way], list[dict[str, dict[str, Any]]]]:
+) -> Callable[[Way], dict[str, list[dict[str, Any]]]]:
     """Run the programs that are selected for a way, once."""
     selected = [
         (item.callspec.params["program"], item.callspec.params["way"])
@@ -29,7 +29,7 @@ def launch(
 
 @pytest.mark.parametrize(("engines", "program", "way"), cases("script"))
 def test_a_program_is_right_or_refused(
-    launch: Callable[[Way], list[dict[str, dict[str, Any]]]], engines: str, program: str, way: Way
+    launch: Callable[[Way], dict[str, list[dict[str, Any]]]], engines: str, program: str, way: Way
 ) -> None:
-    for outcomes in launch(way):
-        judge(named(program), way, outcomes[program])
+    for outcome in launch(way)[program]:
+        judge(named(program), way, outcome)

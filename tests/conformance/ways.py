@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,62 +178,80 @@ def outcome_of(notebook: Notebook, program: Program, cell: str) -> dict[str, Any
     return {"result": json.loads(shown.stdout)}
 
 
+# -- scripts ----------------------------------------------------------------------------------------------------------
+
+# Starting processes costs more than a program, so those of one strategy share them. An error that ends the program on
+# all replicas also ends the processes' use: the next scope raises ProgramAborted, and the others get new processes.
+_DRIVER = """
+import gc, json, os, runpy, traceback
+import torch
+import distnb
+from distnb.errors import ProgramAborted
+
+{start}
+with open(os.path.join({folder!r}, str(os.getpid())), "w") as file:
+    for number, (path, dtype) in enumerate({programs!r}):
+        torch.manual_seed(0)
+        torch.set_default_dtype(getattr(torch, dtype))
+        try:
+            outcome = {{"result": runpy.run_path(path, run_name="__main__")["result"]}}
+        except Exception as error:
+            outcome = {{"error": type(error).__name__, "traceback": traceback.format_exc()}}
+        except ProgramAborted as error:
+            if number:
+                break
+            outcome = {{"error": type(error).__name__, "traceback": traceback.format_exc()}}
+        file.write(json.dumps([path, outcome]) + chr(10))
+        file.flush()
+        outcome = None
+        gc.collect()
+    file.write(json.dumps(["end", None]) + chr(10))
+{stop}
+"""
 # A coordinator's script is no rank.
 _ALONE = {"RANK": "", "WORLD_SIZE": ""}
 
-# -- scripts ----------------------------------------------------------------------------------------------------------
 
-# Starting processes costs more than a program: those of one strategy share them.
-_DRIVER = """
-import gc, json, runpy, traceback
-import torch
-import distnb
-
-ended = {{}}
-{start}
-for path, dtype in {programs!r}:
-    torch.manual_seed(0)
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        names = runpy.run_path(path, run_name="__main__")
-        ended[path] = {{"result": names["result"]}}
-    except Exception as error:
-        ended[path] = {{"error": type(error).__name__, "traceback": traceback.format_exc()}}
-    names = None
-    gc.collect()
-result = {{path: json.loads(json.dumps(each)) for path, each in ended.items()}}
-"""
-
-
-def run_scripts(names: list[str], way: Way, folder: Path) -> list[dict[str, dict[str, Any]]]:
-    """Run programs as scripts, and return each process's outcomes by name.
+def run_scripts(names: list[str], way: Way, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Run programs as scripts, and return each process's outcome by name.
 
     Args:
         names: The programs.
         way: One of their ways; all have the same strategy and number of replicas.
         folder: A folder for their files.
     """
-    paths, listed = {}, []
+    scripts = {}
     for number, name in enumerate(names):
         program = named(name)
         path = folder / f"{way}-{number}.py"
         constants = "".join(f"{key} = {value!r}\n" for key, value in program.constants.items())
         text = f"{TEXT}\n{program.module}\n{constants}\n{way.assigned(program)}\n{program.text}"
         path.write_text(text, encoding="utf-8")
-        paths[str(path)] = name
-        listed.append((str(path), program.dtype))
+        scripts[name] = str(path), program.dtype
+    outcomes: dict[str, list[dict[str, Any]]] = {}
+    while left := [name for name in names if name not in outcomes]:
+        here = Path(tempfile.mkdtemp(dir=folder))
+        output = _launch(way, [scripts[name] for name in left], here)
+        processes = [dict(map(json.loads, file.read_text().splitlines())) for file in here.iterdir()]
+        for name in left:
+            ended = [each[scripts[name][0]] for each in processes if scripts[name][0] in each]
+            if len(ended) < max(1, len(processes)):
+                if not processes or not all("end" in each for each in processes):
+                    outcomes[name] = [{"error": "a process ended", "traceback": output}]
+                break
+            outcomes[name] = ended
+    return outcomes
+
+
+def _launch(way: Way, scripts: list[tuple[str, str]], folder: Path) -> str:
+    """Run scripts in new processes, and return the processes' output."""
     servers = way.strategy == "parameter_server"
     start = f"cluster = distnb.start(workers={way.replicas}, ps=2)" if servers else ""
-    text = _DRIVER.format(programs=listed, start=start)
-    if servers:
-        ended = [
-            rank.check().result
-            for rank in run_ranks(text + "cluster.stop()\n", 1, timeout_s=TIME_LIMIT_S - 20, env=_ALONE)
-        ]
-    elif way.strategy == "multi_worker" and way.replicas > 1:
-        workers = [f"worker {index}" for index in range(way.replicas)]
-        with Tasks(text + "report(ended=result)\n", workers) as tasks:
-            ended = [task.check().reported["ended"] for task in tasks.wait(TIME_LIMIT_S - 20)]
+    text = _DRIVER.format(programs=scripts, folder=str(folder), start=start, stop="cluster.stop()" if servers else "")
+    limit_s = TIME_LIMIT_S - 20
+    if way.strategy == "multi_worker" and way.replicas > 1:
+        with Tasks(text, [f"worker {index}" for index in range(way.replicas)]) as tasks:
+            ended: Any = tasks.wait(limit_s)
     else:
-        ended = [rank.check().result for rank in run_ranks(text, way.replicas, timeout_s=TIME_LIMIT_S - 20)]
-    return [{paths[path]: outcome for path, outcome in each.items()} for each in ended]
+        ended = run_ranks(text, 1 if servers else way.replicas, timeout_s=limit_s, env=_ALONE if servers else None)
+    return "\n".join(f"{each.returncode}\n{each.stdout}\n{each.stderr}" for each in ended)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distnb.collectives.gradients.optimizer_steps import note_versions
 from distnb.collectives.gradients.parameter_groups import Identity, find_mirror
-from distnb.errors import ContextError
+from distnb.errors import ContextError, OptionError
 from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
 from distnb.runtime.reduction.equal_values import make_equal
@@ -324,6 +324,8 @@ class Registration:
         The gradients of a module's parameters are reduced together. All replicas must register in the same order.
         """
         roots = list(roots)
+        if self.group.size > 1:
+            _refuse_renormalising(roots)
         self._prepare(roots)
         return self._make_equal(*self._enter(roots, loose))
 
@@ -481,6 +483,19 @@ def _named(module: torch.nn.Module, prefix: str = "") -> list[tuple[str, torch.n
 def _parameters_in(part: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return a module's own parameters, without those of its submodules."""
     return [parameter for _, parameter in torch.nn.Module.named_parameters(part, recurse=False)]
+
+
+def _refuse_renormalising(roots: Iterable[torch.nn.Module]) -> None:
+    """Refuse embeddings whose forward pass changes the rows that it reads: each replica reads other rows."""
+    for root in roots:
+        for name, part in root.named_modules():
+            if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
+                label = f"{type(root).__name__}.{name}" if name else type(root).__name__
+                raise OptionError(
+                    f"max_norm={part.max_norm!r} of {label}: its forward pass changes the rows that it reads, which "
+                    "differ between replicas. Create it without max_norm and scale the rows that you use: "
+                    "distnb.nn.embedding_lookup(table, ids, max_norm=…)."
+                )
 
 
 def roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

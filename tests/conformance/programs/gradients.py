@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import distnb
 from tests.conformance.prelude import mse, rows, strategy, train, whole
-from tests.conformance.program import EVERYWHERE, program
+from tests.conformance.program import EVERYWHERE, Refusal, program
+
+warnings.filterwarnings("ignore", message="Sparse invariant checks")
 
 
 @program(under=EVERYWHERE)
@@ -331,7 +335,14 @@ def dense_embedding(arguments):
     return {"model": whole(model)}
 
 
-@program()
+@program(
+    refused={
+        word: Refusal(
+            "OptionError", "strategies.md", "An embedding with `max_norm` raises an error on several replicas"
+        )
+        for word in ("mirrored", "multi_worker", "central_storage", "sharded")
+    }
+)
 def embedding_with_a_largest_norm():
     with strategy.scope():
         words = nn.Embedding(10, 3, max_norm=1.0)
@@ -492,7 +503,16 @@ def gradients_changed_before_the_step():
     return {"model": whole(model)}
 
 
-@program()
+@program(
+    refused={
+        word: Refusal(
+            "UnsyncedGradientError",
+            "strategies.md",
+            "An optimizer step on gradients that no backward pass made raises an error",
+        )
+        for word in ("mirrored", "multi_worker", "central_storage")
+    }
+)
 def gradients_made_by_hand():
     with strategy.scope():
         model = nn.Linear(3, 2)

@@ -127,7 +127,14 @@ def replaced_parameter():
 def lazy_layers():
     with strategy.scope():
         model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
-    strategy.run(lambda: model(rows(2, 3)))
+
+    def build():  # the values are set, because `run` draws other numbers on each replica
+        model(rows(2, 3))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).reshape(parameter.shape))
+
+    strategy.run(build)
 
     def step(batch):
         x, y = batch
@@ -151,6 +158,8 @@ class Growing(nn.Module):
     def forward(self, x):
         if self.head is None:
             self.head = nn.Linear(4, 2)
+            nn.init.constant_(self.head.weight, 0.1)
+            nn.init.zeros_(self.head.bias)
         return self.head(self.body(x).tanh())
 
 

@@ -97,11 +97,12 @@ def numbers_and_counts():
     return {"number": float(number), "count": float(count)}
 
 
-def _expected_rows(n, method):
+def _expected_rows(n, method, aggregation):
     value = torch.arange(6.0).reshape(3, 2)
     summed = torch.full((2,), float(sum(range(1, n + 1))))
     for row in (0, 2):
-        value[row] = {"scatter_add": value[row] + summed, "scatter_sub": value[row] - summed, "scatter_update": summed}[
+        first = torch.ones(2)
+        value[row] = {"scatter_add": value[row] + summed, "scatter_sub": value[row] - summed, "scatter_update": first}[
             method
         ]
     return {"value": value.tolist()}
@@ -109,11 +110,15 @@ def _expected_rows(n, method):
 
 @program(
     expected=_expected_rows,
-    cases={name: {"method": name} for name in ("scatter_add", "scatter_sub", "scatter_update")},
+    cases={
+        "scatter_add": {"method": "scatter_add", "aggregation": "sum"},
+        "scatter_sub": {"method": "scatter_sub", "aggregation": "sum"},
+        "scatter_update": {"method": "scatter_update", "aggregation": "only_first_replica"},
+    },
 )
-def scattered_rows(method):
+def scattered_rows(method, aggregation):
     with strategy.scope():
-        v = distnb.Variable(torch.arange(6.0).reshape(3, 2), aggregation="sum")
+        v = distnb.Variable(torch.arange(6.0).reshape(3, 2), aggregation=aggregation)
 
     def step():
         getattr(v, method)(torch.tensor([0, 2]), torch.full((2, 2), distnb.replica_id() + 1.0))
