@@ -183,7 +183,7 @@ def _without_programs(source: str) -> str:
         if isinstance(node, ast.FunctionDef) and node.decorator_list:
             return not ast.unparse(node.decorator_list[0]).startswith("program(")
         if isinstance(node, ast.FunctionDef):
-            return not node.name.startswith("_expected")
+            return not node.name.startswith("_")
         if isinstance(node, ast.Assign):
             return not ast.unparse(node.targets[0]).startswith("_")
         return not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
