@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 __all__ = ["Composition", "CompositionRecord"]
@@ -49,11 +49,11 @@ class CompositionRecord(NamedTuple):
         """Return whether nothing has changed since.
 
         Args:
-            thorough: Whether to compare attributes, too, which takes about a microsecond for each.
+            thorough: Whether to compare attributes, too, which takes about half a microsecond for each.
         """
         if not _are(self.objects, (*composition.objects, *composition.tensors)):
             return False
-        return not thorough or _are(self.attributes, list(_attributes_of(composition.objects)))
+        return not thorough or _are(self.attributes, _attributes_of(composition.objects))
 
 
 def _are(references: Sequence[Callable[[], Any]], objects: Sequence[Any]) -> bool:
@@ -71,17 +71,26 @@ def _reference(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def _attributes_of(objects: Iterable[Any]) -> Iterator[Any]:
+def _attributes_of(objects: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
     for each in objects:
         for name, value in vars(each).items():
-            if name not in _SENT_APART:
-                yield from _contents(value, _DEPTH)
+            if name in _SENT_APART:
+                continue
+            if type(value) in _CONTAINERS:
+                _add_contents(value, _DEPTH, found)
+            else:
+                found.append(value)
+    return found
 
 
-def _contents(value: Any, depth: int) -> Iterator[Any]:
-    if type(value) not in _CONTAINERS:
-        yield value
-    elif depth:
-        yield type(value)
-        for part in (*value, *value.values()) if isinstance(value, dict) else value:
-            yield from _contents(part, depth - 1)
+def _add_contents(container: Any, depth: int, found: list[Any]) -> None:
+    found.append(len(container))
+    if isinstance(container, dict):
+        found += container.keys()
+        container = container.values()
+    for each in container:
+        if type(each) not in _CONTAINERS:
+            found.append(each)
+        elif depth > 1:
+            _add_contents(each, depth - 1, found)

@@ -36,10 +36,6 @@ class Library(ABC):
     A metric counts on workers, from a closure's start. When the closure has ended, the coordinator adds the counts.
     """
 
-    def renews(self, root: Any) -> bool:
-        """Return whether the library itself calls `ClusterCoordinator.forget` for a model that has changed."""
-        return False
-
     def parts(self, root: Any) -> Iterable[Any]:
         """Return the modules that belong to a model's description, including those that torch does not know of."""
         return ()

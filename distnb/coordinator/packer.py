@@ -29,7 +29,7 @@ from distnb.compat import torch_internals
 from distnb.coordinator.composition import Composition, CompositionRecord
 from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.coordinator.per_worker import PerWorkerValues
-from distnb.coordinator.pickling import ClosurePickler, PickledParts, dump
+from distnb.coordinator.pickling import ClosurePickler, PickledParts, dump, outside_scope
 from distnb.coordinator.references import (
     open_copy,
     open_input,
@@ -256,6 +256,8 @@ class ClosurePacker:
             options = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
             describe = functools.partial(remote_optimizer.described, obj)
             return self._resource(obj, pickler, describe, options, Composition((obj,)))
+        if isinstance(obj, torch.optim.Optimizer):
+            raise CannotTravelError(outside_scope(f"an optimizer ({type(obj).__name__})", "step"))
         if library_of(obj) is not None:
             return self._metric(obj, pickler)
         described = next((found for library in libraries() if (found := library.described(obj)) is not None), None)
@@ -284,16 +286,12 @@ class ClosurePacker:
                         next(name for name, each in root.named_parameters() if torch_internals.has_gradient_hook(each))
                     )
                 buffers = (each for module in modules for each in module._buffers.values())
-                renewed = any(library.renews(root) for library in libraries())
-                composition = None if renewed else Composition(modules, (*parameters, *buffers))
+                composition = Composition(list(dict.fromkeys(parts_of(root))), (*parameters, *buffers))
                 describe = functools.partial(self._complete, root)
                 opened = self._resource(root, pickler, describe, (modes, frozen), composition)
                 return (open_module, (*opened[1], place)) if place else opened
         if any(each.requires_grad for each in module.parameters()):
-            raise CannotTravelError(
-                f"A scheduled function uses a {type(module).__name__} that was made outside strategy.scope(): each "
-                "worker would train its own copy. Make it within `with strategy.scope():`."
-            )
+            raise CannotTravelError(outside_scope(f"a {type(module).__name__}", "train"))
         return None
 
     def _complete(self, root: torch.nn.Module) -> torch.nn.Module:

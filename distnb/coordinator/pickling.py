@@ -13,7 +13,7 @@ import torch
 
 from distnb.compat import torch_internals
 from distnb.coordinator.libraries import libraries, library_of, parts_of
-from distnb.errors import CannotTravelError, ProgramError
+from distnb.errors import CannotTravelError, DistnbError, ProgramError
 from distnb.objects.code.definitions import names_of_code, source_of
 from distnb.objects.memory.tensor_bytes import reduce_tensor
 from distnb.objects.packing import out_of_band
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distnb.coordinator.packer import ClosurePacker
     from distnb.coordinator.remote_values import RemoteValue
 
-__all__ = ["ClosurePickler", "PickledParts", "dump", "open_packed", "open_value"]
+__all__ = ["ClosurePickler", "PickledParts", "dump", "open_packed", "open_value", "outside_scope"]
 
 
 class PickledParts(NamedTuple):
@@ -68,6 +68,8 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is types.MethodType and library_of(obj.__self__) is not None:
             return getattr, (obj.__self__, obj.__name__)  # of the worker's metric, which may have replaced the method
         if type(obj) is torch.nn.Parameter:
+            if self._packer is not None and obj.requires_grad:
+                raise CannotTravelError(outside_scope("a trainable parameter", "train"))
             return torch.nn.Parameter, (obj.detach(), obj.requires_grad)
         if type(obj) is torch.Tensor:
             return reduce_tensor(obj, trainable=True)
@@ -76,6 +78,14 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if reduced is not None:
                 return reduced
         return super().reducer_override(obj)
+
+
+def outside_scope(what: str, would: str) -> str:
+    """Return the text of the error for an object that was made outside the scope, in a scheduled function."""
+    return (
+        f"A scheduled function uses {what} that was made outside strategy.scope(): each worker would {would} its own "
+        "copy. Make it within `with strategy.scope():`."
+    )
 
 
 _NO_SCALER = (
@@ -129,7 +139,7 @@ def dump(
     pickler = ClosurePickler(file, buffers, packer, root)
     try:
         pickler.dump(value)
-    except CannotTravelError as error:
+    except DistnbError as error:
         raise error.with_traceback(None) from None  # the pickler's own frames do not help
     except Exception as error:
         raise CannotTravelError(

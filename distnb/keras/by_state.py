@@ -15,9 +15,10 @@ import torch
 
 from distnb.coordinator.libraries import Library, ResourceDescription
 from distnb.coordinator.references import current_worker
-from distnb.errors import OptionError
+from distnb.errors import CannotTravelError, OptionError
 from distnb.keras import keras_internals
 from distnb.keras.server_optimizer import RemoteApply, check_options, described, set_options
+from distnb.runtime.servers.here import servers_here
 
 __all__ = ["HERE", "METHODS", "READS", "KerasLibrary"]
 
@@ -39,15 +40,14 @@ _SEEDS_APART = 0x9E3779B1  # each worker draws different noise; the first worker
 class KerasLibrary(Library):
     """Support for Keras in closures."""
 
-    def renews(self, root: Any) -> bool:
-        return isinstance(root, keras.layers.Layer)  # its loops do, and keep iterators in its attributes meanwhile
-
     def parts(self, root: Any) -> Iterable[Any]:
         if not isinstance(root, keras.layers.Layer):
             return ()
         return [part for layer in keras_internals.parts(root) for part in layer.modules()]
 
     def reduced(self, obj: Any) -> Any:
+        if isinstance(obj, keras.Variable):
+            _refuse_alone(obj)
         if isinstance(obj, keras_internals.Saveable):
             return _new_object, (type(obj),), _state_of(obj)
         if isinstance(obj, keras.random.SeedGenerator):
@@ -99,6 +99,18 @@ class KerasLibrary(Library):
             own[place].add_(added.to(own[place].device))
 
 
+def _refuse_alone(variable: Any) -> None:
+    """Raise CannotTravelError on the coordinator for a user's variable that is not on the servers."""
+    access = servers_here.access
+    if access is None or access.is_worker or "/" in variable.path or access.stored_of(variable.value) is not None:
+        return
+    raise CannotTravelError(
+        f"A scheduled function uses the Keras variable {variable.path!r}, which is not on the parameter servers: each "
+        "worker would change its own copy. Only trainable Keras variables that were made in strategy.scope() are "
+        "there. Make it a distnb.Variable in the scope, or pass its value."
+    )
+
+
 def _own_values(metric: Any) -> dict[int, torch.Tensor]:
     """Return the values of a metric's variables, except those of metrics within it, which are counted separately."""
     for each in keras_internals.own_variables(metric):
@@ -147,6 +159,7 @@ def _state_of(obj: Any) -> dict[str, Any]:
         for name in (*METHODS, *READS, *HERE):
             state.pop(name, None)
         state.pop("history", None)
+        state.pop(keras_internals.EVALUATION, None)
         # A closure of several steps calls the function for one step repeatedly: Keras has no other with torch.
         state.update(train_function=None, test_function=None, predict_function=None, steps_per_execution=1)
     return keras_internals.in_graph_order(state)

@@ -33,6 +33,7 @@ with private_names("keras"):
     )
 
 __all__ = [
+    "EVALUATION",
     "METRICS_RESULT",
     "SYMBOLIC_BUILD",
     "DataAdapter",
@@ -80,6 +81,8 @@ _WITH_STATISTICS = (keras.layers.BatchNormalization, keras.layers.SpectralNormal
 SYMBOLIC_BUILD = "_symbolic_build"
 METRICS_RESULT = "_get_metrics_result_or_logs"
 """Names of methods of a model that are replaced."""
+EVALUATION = "_eval_epoch_iterator"
+"""The attribute with the iterator over the data with which `fit` evaluates a model."""
 
 
 def check_backend() -> None:

@@ -135,8 +135,8 @@ def _of_all(optimizer: Any, kept: Mapping[int, Mapping[str, Any]]) -> dict[str, 
     rest = [each for each in keras_internals.optimizer_variables(optimizer) if id(each) not in counted]
     if any(tuple(each.shape) for each in rest):
         raise OptionError(
-            f"{type(optimizer).__name__} keeps a state for several variables together, but with a "
-            "ParameterServerStrategy each server has its own variables. Use an optimizer such as Adam, RMSprop or SGD."
+            f"{type(optimizer).__name__} keeps tensors that do not have the shape of a variable, so distnb cannot tell "
+            "which of them each parameter server needs. Use an optimizer such as Adam, RMSprop or SGD."
         )
     steps = keras_internals.iterations_of(optimizer)
     others = [each for each in rest if each is not steps]
@@ -349,6 +349,11 @@ def _check(optimizer: Any) -> None:
             "LossScaleOptimizer, which mixed_float16 uses, skips a step when a gradient of any variable "
             "is not finite, but each parameter server sees only its own gradients. Use mixed_bfloat16, or "
             "loss_scale_factor of another optimizer."
+        )
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise OptionError(
+            "A MultiOptimizer consists of other optimizers, whose states a parameter server cannot tell apart. Use one "
+            "optimizer for each part of the model in a loop of your own."
         )
     clips = any(getattr(optimizer, each) for each in ("clipnorm", "global_clipnorm", "clipvalue"))
     if clips and optimizer.gradient_accumulation_steps:

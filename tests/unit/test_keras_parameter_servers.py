@@ -15,6 +15,7 @@ import torch
 
 import distnb
 from distnb.coordinator.per_worker import DatasetMaker, PerWorkerDataset
+from distnb.errors import CannotTravelError
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.here import servers_here
@@ -603,6 +604,7 @@ def test_unsupported_calls_are_refused(strategy: Any) -> None:
         (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mixed_bfloat16"),
         (keras.optimizers.Lamb(), r"Lamb cannot update 'sequential.*/kernel', which the variable_partitioner divides"),
         (keras.optimizers.SGD(clipnorm=1.0, gradient_accumulation_steps=2), "servers accumulate"),
+        (keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.SGD()), "one optimizer for each part"),
     ):
         model.compile(optimizer, "mse")
         with pytest.raises(ValueError, match=text):
@@ -610,13 +612,33 @@ def test_unsupported_calls_are_refused(strategy: Any) -> None:
     with distnb.ParameterServerStrategy().scope():
         whole = small()
     whole.compile(keras.optimizers.Adafactor(), "mse")
-    with pytest.raises(ValueError, match="several variables together"):
+    with pytest.raises(ValueError, match="do not have the shape of a variable"):
         whole.fit(creator, steps_per_epoch=1, verbose=0)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, kernel_constraint="max_norm")])
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="has a constraint"):
         model.fit(creator, steps_per_epoch=1, verbose=0)
+
+
+def test_a_variable_that_only_the_coordinator_has_is_refused_in_functions(strategy: Any) -> None:
+    with strategy.scope():
+        trained, counted = keras.Variable([1.0, 2.0]), keras.Variable(0.0, trainable=False)
+    coordinator = Coordinator(strategy)
+    assert coordinator.schedule(lambda: float(trained.value.detach().sum())).fetch() == 3
+    with pytest.raises(CannotTravelError, match="each worker would change its own copy"):
+        coordinator.schedule(lambda: counted.assign_add(1.0))
+
+
+def test_a_layer_that_changes_reaches_the_workers(strategy: Any) -> None:
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((3,)), keras.layers.LeakyReLU(0.5), keras.layers.Dense(1, kernel_initializer="ones")]
+        )
+    coordinator, x = Coordinator(strategy), -torch.ones(2, 3)
+    assert coordinator.schedule(lambda: float(model(x).detach().sum())).fetch() == -3
+    model.layers[0].negative_slope = 0.25
+    assert coordinator.schedule(lambda: float(model(x).detach().sum())).fetch() == -1.5
 
 
 def test_a_model_can_be_compiled_again(strategy: Any) -> None:

@@ -373,6 +373,29 @@ def a_change_that_would_be_lost():
     return {"model": whole(model)}
 
 
+_OUTSIDE = Refusal("CannotTravelError", PAGE, "made outside the scope raises an error in a function", alone=True)
+
+
+@program(
+    under=("parameter_server",),
+    cases={"a parameter": {"PARAMETER": True}, "an optimizer": {"PARAMETER": False}},
+    refused={"parameter_server": _OUTSIDE},
+)
+def one_made_outside_the_scope():
+    with strategy.scope():
+        inside = nn.Parameter(torch.ones(3))
+    weight = nn.Parameter(torch.ones(3)) if PARAMETER else inside  # noqa: F821
+    optimizer = None if PARAMETER else torch.optim.SGD([weight], lr=0.1)  # noqa: F821
+
+    def step(x):
+        (x * weight).square().sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    train(step, rows(4, 3))
+    return {"weight": weight.tolist()}
+
+
 @program(
     under=("parameter_server",),
     refused={
