@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import psutil
 import pytest
 
 from distnb.cluster.detached import registry
-from distnb.errors import NoClusterError
+from distnb.errors import NoClusterError, OptionError
 from tests import processes
 from tests.kernel import Notebook, Ran, lines_of_each
 from tests.machines import Machines, machines
@@ -351,6 +358,34 @@ def test_a_cluster_ends_if_its_notebook_is_killed_while_it_starts(moment: str) -
         _kill(notebook)
         processes.wait_until(lambda: not _runs(daemon), 20.0, "the daemon still runs")
     assert "early" not in _cli("list")
+
+
+def _add_all(number: int, names: list[str], barrier: Barrier, added: SimpleQueue[str]) -> None:
+    """Add a cluster of each name to the registry, at the same time as other processes do."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{folder}/socket")
+        listening.listen(1000)
+        for name in names:
+            entry = registry.Entry(name, socket.gethostname(), number, f"{folder}/socket", time.time())
+            barrier.wait()
+            with suppress(OptionError):
+                added.put(registry.add(entry).name)
+        barrier.wait()
+
+
+def test_of_clusters_that_start_at_once_one_gets_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    names = [f"name-{number}" for number in range(150)]
+    forked = multiprocessing.get_context("fork")
+    barrier, added = forked.Barrier(4), forked.SimpleQueue()
+    adding = [forked.Process(target=_add_all, args=(number, [*names, ""], barrier, added)) for number in range(4)]
+    for each in adding:
+        each.start()
+    found = [added.get() for _ in range(len(names) + 4)]
+    for each in adding:
+        each.join()
+    assert sorted(found) == sorted([*names, *(f"cluster-{number}" for number in range(1, 5))])
+    assert added.empty()
 
 
 @pytest.mark.parametrize(
