@@ -13,24 +13,27 @@ from distnb.errors import OptionError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["check_no_nested_magic", "check_syntax", "padded", "transformed"]
+__all__ = ["check_no_nested_magic", "check_syntax", "lines_above", "padded", "transformed"]
 
 _NESTED = re.compile(r"get_ipython\(\)\.run_line_magic\('%(\w+)'")
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
-def padded(raw_cell: str, line: str, body: str) -> str:
+def lines_above(raw_cell: str, body: str) -> int | None:
+    """Return the number of lines above a body in the notebook's cell, or None if the cell does not end with the body."""
+    # IPython strips indentation and prompts.
+    whole = [line.strip() for line in raw_cell.rstrip().split("\n")]
+    part = [line.strip() for line in body.rstrip().split("\n")]
+    above = len(whole) - len(part)
+    return above if above >= 0 and whole[above:] == part else None
+
+
+def padded(above: int, line: str, body: str) -> str:
     """Return the body with as many lines before it as in the notebook's cell, so that line numbers agree.
 
     The magic's line remains as a comment, for tracebacks to show.
     """
-    whole, part = raw_cell.rstrip().split("\n"), body.rstrip().split("\n")
-    at = len(whole) - len(part)
-    if not at and [line.strip() for line in whole] == [line.strip() for line in part]:
-        return body  # no magic line was written: %autodistribute
-    # IPython strips indentation and prompts. A text that does not match is assumed to follow one line of magic.
-    before = at if at > 0 and [line.strip() for line in whole[at:]] == [line.strip() for line in part] else 1
-    return "\n" * (before - 1) + f"# %%distribute {line}\n" + body
+    return "\n" * (above - 1) + f"# %%distribute {line}\n" + body if above else body  # without a magic: %autodistribute
 
 
 def check_no_nested_magic(text: str) -> None:

@@ -17,9 +17,10 @@ from contextlib import ExitStack
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from distnb.compat.ipython_internals import name_cell
 from distnb.errors import OptionError, StartError
 from distnb.magics.cell_request import CellRequest, read_request
-from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded, transformed
+from distnb.magics.cell_text import check_no_nested_magic, check_syntax, lines_above, padded, transformed
 from distnb.magics.commands import AUTODISTRIBUTE, DISTRIBUTE, asks_for_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
@@ -94,7 +95,8 @@ class DistributeMagic(ast.NodeTransformer):
             return
         with presented():
             request = read_request(line, self._shell.user_ns)
-            source = padded(self._raw_cell, line, cell)
+            above = lines_above(self._raw_cell, cell)
+            source = padded(1 if above is None else above, line, cell)
             if not cell.strip():
                 raise OptionError(f"%%distribute {request.word}: the cell is empty below its first line.")
         if request.local:
@@ -102,7 +104,7 @@ class DistributeMagic(ast.NodeTransformer):
             result = self._shell.run_cell(f"%%distribute {line}\n{cell}", store_history=False)
             result.raise_error()
         else:
-            filename = self._filename()
+            filename = self._filename() if above is not None else self._name_of_text(source)
             text = transformed(source, filename, self._shell)
             with presented():
                 check_no_nested_magic(text)
@@ -144,6 +146,17 @@ class DistributeMagic(ast.NodeTransformer):
                 found = frame.f_code.co_filename
         raw = self._raw_cell
         return found or str(self._shell.compile.get_code_name(raw, raw, self._shell.execution_count))
+
+    def _name_of_text(self, source: str) -> str:
+        """Return the file name of a text that is not the running cell's, since a cell calls the magic as a function.
+
+        Tracebacks give the text the name of the cell.
+        """
+        compiler, count = self._shell.compile, self._shell.execution_count
+        name = str(compiler.get_code_name(source, source, count))
+        number = cell_name(self._filename(), self._shell).removeprefix("Cell In[").removesuffix("]")
+        name_cell(compiler, name, int(number) if number.isdigit() else count)
+        return name
 
     # -- in the notebook -------------------------------------------------------------------------------------------
 

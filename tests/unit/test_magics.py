@@ -27,7 +27,7 @@ from distnb.cluster_resolver import (
 from distnb.errors import OptionError
 from distnb.magics import load_ipython_extension
 from distnb.magics.cell_request import read_request
-from distnb.magics.cell_text import padded
+from distnb.magics.cell_text import lines_above, padded
 from distnb.magics.commands import COMMANDS
 from distnb.notebook import compose as sessions
 from distnb.notebook.views.front_end import FrontEnd
@@ -275,8 +275,20 @@ def test_other_syntax_errors_look_as_usual(shell: InteractiveShell) -> None:
 
 def test_line_numbers_are_right_under_another_magic() -> None:
     body = "a\nb\n"
-    assert padded("%%time\n%%distribute mirrored\na\nb\n", "mirrored", body) == "\n# %%distribute mirrored\na\nb\n"
-    assert padded("something else", "mirrored", body) == "# %%distribute mirrored\na\nb\n"
+    assert lines_above("%%time\n%%distribute mirrored\na\nb\n", body) == 2
+    assert padded(2, "mirrored", body) == "\n# %%distribute mirrored\na\nb\n"
+    assert lines_above("something else", body) is None
+    assert lines_above(body, body) == 0, "%autodistribute"
+
+
+def test_a_cell_that_calls_the_magic_keeps_its_lines_in_tracebacks(
+    shell: InteractiveShell, session: ReplaySession
+) -> None:
+    call = "get_ipython().run_cell_magic('distribute', 'mirrored', '# replay: lines' + 5 * chr(10))"
+    _, text = run(shell, f"{call}\ndef f():\n    raise ValueError\nf()")
+    assert "[0-1] hello" in text
+    assert re.search(r"-> \S*4\S* \S*f", text), text
+    assert re.search(r"-> \S*3\S* .*raise", text), text
 
 
 def test_a_time_magic_around_a_cell_works(shell: InteractiveShell, session: ReplaySession) -> None:
