@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
@@ -14,7 +15,7 @@ import torch
 from distnb.compat import torch_internals
 from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.errors import CannotTravelError, DistnbError, ProgramError
-from distnb.objects.code.definitions import names_of_code, source_of
+from distnb.objects.code.definitions import UNPICKLING, names_of_code, source_of
 from distnb.objects.memory.tensor_bytes import reduce_tensor
 from distnb.objects.packing import out_of_band
 from distnb.objects.placeholder import Placeholder
@@ -77,7 +78,32 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = library.reduced(obj)
             if reduced is not None:
                 return reduced
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        is_by_value = type(reduced) is tuple and len(reduced) == 6
+        if self._packer is not None and is_by_value and getattr(obj, "__module__", None) == "__main__":
+            if isinstance(obj, type):
+                return (*reduced[:5], _ClassOfMain(reduced[5]))
+            if type(obj) is types.FunctionType and not UNPICKLING.isdisjoint(names_of_code(obj.__code__).attributes):
+                state, slots = reduced[2]
+                slots = {**slots, "__globals__": {**_classes(obj.__globals__), **slots["__globals__"]}}
+                return (*reduced[:2], (state, slots), *reduced[3:])
+        return reduced
+
+
+class _ClassOfMain(NamedTuple):
+    """A function that gives a class its attributes, and binds it in `__main__`, where pickles of instances find it."""
+
+    fill: Any
+
+    def __call__(self, cls: type, state: Any) -> Any:
+        if "." not in cls.__qualname__:
+            setattr(sys.modules["__main__"], cls.__name__, cls)
+        return self.fill(cls, state)
+
+
+def _classes(namespace: Mapping[str, Any]) -> dict[str, type]:
+    """Return the classes that a namespace defines: a function that unpickles may meet instances of any."""
+    return {name: each for name, each in namespace.items() if isinstance(each, type) and each.__module__ == "__main__"}
 
 
 def outside_scope(what: str, would: str) -> str:

@@ -20,7 +20,7 @@ _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all
 
 
 def lines_above(raw_cell: str, body: str) -> int | None:
-    """Return the number of lines above a body in the notebook's cell, or None if the cell does not end with the body."""
+    """Return the number of lines above a body in the notebook's cell, or None if the cell has another end."""
     # IPython strips indentation and prompts.
     whole = [line.strip() for line in raw_cell.rstrip().split("\n")]
     part = [line.strip() for line in body.rstrip().split("\n")]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from distnb.errors import DistributedValueError, StructureError, UnknownNameError
 
-__all__ = ["DistributedValues", "Mirrored", "PerReplica"]
+__all__ = ["DistributedValues", "Mirrored", "PerReplica", "as_array"]
 
 _CURE = (
     "Compute with it in a function that strategy.run calls, where it is the replica's own component: "
@@ -122,17 +122,18 @@ class DistributedValues:
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        lines = [f"  {replica}: {self._show(replica)}" for replica in range(self._num_replicas)]
-        return f"{type(self).__name__}:{{\n" + ",\n".join(lines) + "\n}"
+        name, kinds = type(self).__name__, self._kinds or ()
+        shown = {replica: repr(self._components[replica]) for replica in sorted(self._components)}
+        if len(shown) == self._num_replicas:
+            return f"{name}:{{\n" + ",\n".join(f"  {replica}: {text}" for replica, text in shown.items()) + "\n}"
+        # One line, since all replicas of a cell may print the value at once.
+        shown = {replica: f"<{kind} on replica {replica}>" for replica, kind in enumerate(kinds)} | shown
+        parts = [f"{replica}: {shown[replica]}" for replica in sorted(shown)]
+        return f"{name}:{{{', '.join(parts if kinds else [*parts, '…'])}}}"
 
     def _repr_html_(self) -> str:
         # The drawing code is above this package in the import order, so it is imported when there is something to draw.
         return str(import_module("distnb.widgets.value_views.showing").as_html(self))
-
-    def _show(self, replica_id: int) -> str:
-        if replica_id in self._components:
-            return repr(self._components[replica_id])
-        return f"<{self._kinds[replica_id]} on replica {replica_id}>" if self._kinds else f"<on replica {replica_id}>"
 
     def require_same_kind(self, method: str) -> None:
         """Refuse to combine components of different kinds.
@@ -195,11 +196,26 @@ for _wish, _names in _REFUSED.items():
         setattr(DistributedValues, f"__{_name}__", _refusing(_wish))
 
 
+def as_array(value: Any) -> Any:
+    """Return a tensor, an array or a number as an array."""
+    import numpy
+
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else numpy.asarray(value)
+
+
 class PerReplica(DistributedValues):
     """A value whose components may differ from replica to replica."""
 
     __slots__ = ()
     _word = "PerReplica"
+
+    def numpy(self) -> tuple[Any, ...]:
+        """Return the available components as arrays, in replica order."""
+        return tuple(map(as_array, self.values))
+
+    def item(self) -> tuple[Any, ...]:
+        """Return the available components as numbers, in replica order."""
+        return tuple(value.item() if hasattr(value, "item") else value for value in self.values)
 
 
 class Mirrored(DistributedValues):

@@ -140,6 +140,24 @@ def test_prints_and_errors_of_closures_appear_in_the_cell(notebook: Notebook) ->
     assert "orker" in ran.traceback
 
 
+def test_a_worker_unpickles_instances_of_classes_that_its_function_does_not_name(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    notebook.run(f"""
+import pickle
+class Part:
+    def __init__(self, x):
+        self.x = x
+with open({str(tmp_path / "part")!r}, "wb") as file:
+    pickle.dump(Part(3), file)
+def read():
+    with open({str(tmp_path / "part")!r}, "rb") as file:
+        return pickle.load(file)
+part = distnb.coordinator.ClusterCoordinator(distnb.ParameterServerStrategy()).schedule(read).fetch()
+""")
+    assert notebook.value("[type(part) is Part, part.x]") == [True, 3]
+
+
 def test_the_stop_button_ends_closures(notebook: Notebook) -> None:
     notebook.run("values = [coordinator.schedule(time.sleep, args=(60,)) for _ in range(8)]")
     cell = notebook.start("print('waits', flush=True)\ncoordinator.join()")

@@ -292,6 +292,33 @@ def test_classes_keep_their_identity_when_autoreload_changes_their_module(notebo
         notebook.run("%autoreload 0\nsys.path.pop(0)")
 
 
+def test_a_replica_unpickles_instances_of_classes_that_its_cell_does_not_name(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    file = tmp_path / "pickled"
+    notebook.run(f"""
+import pickle, torch
+class Part:
+    pass
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Part()
+def act(x):
+    return x
+torch.save(Net(), {str(file)!r})
+def read():
+    return type(torch.load({str(file)!r}, weights_only=False).part) is Part
+strategy = distnb.MirroredStrategy()
+""")
+    notebook.run(f"%%distribute mirrored\nloaded = torch.load({str(file)!r}, weights_only=False)")
+    assert notebook.value("[type(loaded).__name__, strategy.run(read)]") == ["RemoteMirrored", True]
+    notebook.run(f"with open({str(file)!r}, 'wb') as file: pickle.dump(act, file)")
+    failed = notebook.try_run(f"%%distribute mirrored\nwith open({str(file)!r}, 'rb') as file: pickle.load(file)")
+    assert failed.error_name == "AttributeError"
+    assert "If `act` is a class or function of the notebook, name it in the cell" in failed.traceback
+
+
 def errors_of(notebook: Notebook, source: str) -> list[str]:
     message = notebook.start(source)
     errors = [content["ename"] for kind, content in notebook.events(message, 60) if kind == "error"]

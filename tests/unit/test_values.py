@@ -47,7 +47,15 @@ def test_values_load_no_torch() -> None:
 def test_repr_matches_tf_distribute() -> None:
     assert repr(PerReplica([1, torch.tensor(2)])) == "PerReplica:{\n  0: 1,\n  1: tensor(2)\n}"
     assert repr(Mirrored(["a", "a"])) == "Mirrored:{\n  0: 'a',\n  1: 'a'\n}"
-    assert repr(PerReplica({1: 5}, 2)) == "PerReplica:{\n  0: <on replica 0>,\n  1: 5\n}"
+    assert repr(PerReplica({1: 5}, 2)) == "PerReplica:{1: 5, …}"
+
+
+def test_all_components_can_be_read_as_arrays_and_numbers() -> None:
+    value = PerReplica([torch.tensor(1.5, requires_grad=True), 2.5])
+    assert value.item() == (1.5, 2.5)
+    first, second = value.numpy()
+    assert (first.dtype, first.shape, float(first), float(second)) == ("float32", (), 1.5, 2.5)
+    assert PerReplica({1: torch.tensor([7])}, 2).item() == (7,)
 
 
 def test_components_can_be_read() -> None:
@@ -84,7 +92,7 @@ def test_a_distributed_value_is_not_a_plain_value(use: Any, kind: type[Distribut
 def test_missing_attributes_name_the_cure() -> None:
     value = PerReplica([1, 2])
     with pytest.raises(AttributeError, match="local_results"):
-        value.item()
+        value.mean()
     assert not callable(value)
     assert value == value
     assert {value: 1}[value] == 1

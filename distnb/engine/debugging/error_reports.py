@@ -33,6 +33,11 @@ _WITHOUT_GPU = (
     "strategy.scope() or strategy.run, and the batches of a distributed dataset, are on the replica's device in any "
     "case."
 )
+_UNKNOWN_CLASS = re.compile(r"Can't get attribute '(\w+)[\w.]*' on <module '__main__'")
+_NAME_IT = (
+    "A replica has the names that its program reads. If `{name}` is a class or function of the notebook, name it in "
+    "the cell, or in the function that unpickles."
+)
 _SHOWN = 12  # frames at either end of a very long traceback
 
 
@@ -48,6 +53,8 @@ def report(error: BaseException, pack: Callable[[BaseException], Packed] | None 
     kind = type(error)
     if _wants_a_gpu(error):
         error.add_note(_WITHOUT_GPU)
+    if isinstance(error, AttributeError) and (unknown := _UNKNOWN_CLASS.search(str(error))):
+        error.add_note(_NAME_IT.format(name=unknown[1]))
     shared_files.explain(error)
     try:
         text, rendered = str(error), tuple(map(received_modules.with_users_paths, _draw(error)))

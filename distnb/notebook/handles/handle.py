@@ -19,6 +19,7 @@ from distnb.notebook.handles.computing import FORWARDED, compute
 from distnb.notebook.handles.state import RemoteState, state_of_handle
 from distnb.notebook.handles.summaries import as_text
 from distnb.values import DistributedValues, Mirrored, PerReplica, structure
+from distnb.values.distributed import as_array
 from distnb.wire.exchange import follow
 
 __all__ = [
@@ -192,14 +193,6 @@ class RemotePerReplica(_Handle, PerReplica):
     def __len__(self) -> int:
         return int(_apply(self, len)) if _is_dataset(self) else self._refuse("has no length")
 
-    def numpy(self) -> PerReplica:
-        """Fetch each replica's array."""
-        return PerReplica([_as_array(value) for value in self.values])
-
-    def item(self) -> PerReplica:
-        """Fetch each replica's number."""
-        return PerReplica([value.item() for value in self.values])
-
 
 class RemoteMirrored(_Handle, Mirrored):
     """A handle of objects that are equal on every replica."""
@@ -208,7 +201,7 @@ class RemoteMirrored(_Handle, Mirrored):
 
     def numpy(self) -> Any:
         """Fetch the array from the first replica."""
-        return _as_array(self._read())
+        return as_array(self._read())
 
     to_numpy = numpy  # for Matplotlib and others, which would otherwise iterate over thousands of handles
 
@@ -371,12 +364,6 @@ class RemoteMethod:
 
     def __repr__(self) -> str:
         return f"<method {self.__name__!r} of a {state_of_handle(self._handle).type_name} on the engines>"
-
-
-def _as_array(value: Any) -> Any:
-    import numpy
-
-    return value.detach().cpu().numpy() if hasattr(value, "detach") else numpy.asarray(value)
 
 
 def _class_named(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.user_names import is_user_name, user_names
-from distnb.objects.code.definitions import is_code
+from distnb.objects.code.definitions import UNPICKLING, is_code
 from distnb.objects.digesting import Digests
 from distnb.objects.plain import is_plain
 from distnb.wire.messages import ObjectId
@@ -48,7 +48,13 @@ class Needs:
     def collect(self) -> None:
         """Add everything that the added names and values refer to, such as the names that functions read."""
         references, user_ns = self._tracked.references, self._user_ns
-        while self.more or self.unseen:
+        unpickles = False
+        while True:
+            if not unpickles and not UNPICKLING.isdisjoint(self.digests.attributes):
+                unpickles = True
+                self.more += [name for name in user_names(user_ns) if _is_own_class(user_ns[name])]
+            if not (self.more or self.unseen):
+                return
             more, self.more = self.more, []
             for name in more:
                 if name not in self._done:
@@ -111,3 +117,7 @@ class Needs:
                 elif name not in self.sections:
                     self._done.add(name)
                     self.unseen[name] = held
+
+
+def _is_own_class(value: Any) -> bool:
+    return issubclass(type(value), type) and not is_plain(value)

@@ -30,6 +30,7 @@ __all__ = [
     "EMPTY",
     "NAMED_TYPES",
     "TYPE_ALIASES",
+    "UNPICKLING",
     "Classes",
     "CodeNames",
     "class_state",
@@ -55,6 +56,9 @@ DYNAMIC = frozenset({"dir", "eval", "exec", "globals", "locals", "vars"})
 
 DYNAMIC_ATTRIBUTES = frozenset({"__globals__", "f_globals", "user_global_ns", "user_ns"})
 """Code that uses one of these attributes may read any name, too."""
+
+UNPICKLING = frozenset({"Unpickler", "load", "load_from_checkpoint", "loads", "read_pickle"})
+"""Code that uses one of these names may unpickle instances of any class."""
 
 _GLOBAL_READS = frozenset(
     {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_GLOBAL", "DELETE_NAME", "STORE_GLOBAL"}
