@@ -43,6 +43,7 @@ from distnb.engine.profiling import Profile
 from distnb.engine.rooms import ROOMS, ProgramKind
 from distnb.engine.started_threads import note_work_of_pools, threads_awaited
 from distnb.engine.staying.absence import Absence
+from distnb.engine.users_loop import UsersLoop
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.input import dataset as datasets
@@ -161,7 +162,8 @@ class Agent:
         )
         self._serving = self._listening = False
         self._served = time.monotonic()
-        self._executor = Executor(engine, shell, self._control)
+        self._users_loop = UsersLoop()
+        self._executor = Executor(engine, shell, self._control, self._users_loop)
         self.kinds: dict[type, ProgramKind] = {
             RunCell: ProgramKind(run=self._run_cell, replica=self.replica_in, drops_failure=True),
             CallFunction: ProgramKind(run=self._call, replica=self.replica_in, drops_failure=True),
@@ -186,7 +188,7 @@ class Agent:
         _logger.info("engine %d serves on %s", self.engine, self.device)
         self._programs.send(hello)
         self._listen()
-        IOLoop.current().add_callback(self._serve_programs)
+        self._loop.add_callback(self._serve_programs)
         # The objects of torch and IPython are never garbage, so later collections need not visit them.
         gc.freeze()
         warm_up_when_idle(lambda: 0.0 if self._serving else time.monotonic() - self._served)
@@ -240,9 +242,8 @@ class Agent:
 
     def _listen(self) -> None:
         # The event loop watches the descriptor itself. A ZMQStream's bookkeeping costs as much as a small program.
-        loop = IOLoop.current()
         for link in self._links:
-            loop.add_handler(link.fileno(), self._serve_programs, loop.READ)
+            self._loop.add_handler(link.fileno(), self._serve_programs, self._loop.READ)
         self._listening = True
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
@@ -292,7 +293,7 @@ class Agent:
                 else:
                     return
         except BaseException:
-            IOLoop.current().add_callback(self._serve_programs)  # more may wait, and no event announces them
+            self._loop.add_callback(self._serve_programs)  # more may wait, and no event announces them
             raise
         finally:
             self._serving, self._served = False, time.monotonic()
@@ -314,7 +315,7 @@ class Agent:
     def _ignore(self) -> None:
         if self._listening:
             for link in self._links:
-                IOLoop.current().remove_handler(link.fileno())
+                self._loop.remove_handler(link.fileno())
             self._listening = False
 
     def _kind_of(self, message: Any) -> ProgramKind:
@@ -348,10 +349,13 @@ class Agent:
         self._console.refusal = kind.refusal
         self._control.program_began(message.program, replica, self._size, measured=kind.measured)
         began = time.monotonic()
+        outer = self._users_loop.enter()
         try:
             reply = kind.run(message, replica)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
             reply = self.failed(message.program, error)
+        finally:
+            self._users_loop.leave(outer)
         _logger.debug("program %d ended: %s", message.program, reply.status)
         if self._absence is not None:
             self._latest_error = reply.error

@@ -7,10 +7,8 @@ expression's value must be shown there, and `await` must work although an event 
 from __future__ import annotations
 
 import ast
-import asyncio
 import inspect
 import types
-from collections.abc import Coroutine
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from distnb.engine.control import Control
+    from distnb.engine.users_loop import UsersLoop
 
 __all__ = ["Executor"]
 
@@ -29,10 +28,11 @@ __all__ = ["Executor"]
 class Executor:
     """The runner of source text in a shell's user namespace. `control` shows the value of the last expression."""
 
-    def __init__(self, engine: int, shell: InteractiveShell, control: Control) -> None:
+    def __init__(self, engine: int, shell: InteractiveShell, control: Control, users_loop: UsersLoop) -> None:
         self._engine = engine
         self._shell = shell
         self._control = control
+        self._users_loop = users_loop
 
     def run(self, source: str, filename: str, function: UsersFunction | None = None) -> None:
         """Run a cell to its end, and raise whatever it raises.
@@ -51,7 +51,8 @@ class Executor:
             if function is not None:
                 self._block(tree, filename, function)()
             else:
-                self._statements(tree, filename, silent=_is_silenced(text))
+                with self._users_loop.noting_tasks():
+                    self._statements(tree, filename, silent=_is_silenced(text))
             contexts.enter_lasting_scope(None)
         except SystemExit as ended:
             contexts.enter_lasting_scope(None, None if ended.code in (None, 0) else ended)
@@ -94,7 +95,7 @@ class Executor:
         namespace = self._shell.user_ns
         result = eval(code, namespace)
         if code.co_flags & inspect.CO_COROUTINE:
-            return _run_coroutine(result)
+            return self._users_loop.run(result)
         return result
 
     def _show(self, value: Any) -> None:
@@ -121,17 +122,3 @@ def _requalified(code: CodeType, before: str, after: str) -> CodeType:
 def _is_silenced(text: str) -> bool:
     """Return whether the cell ends in a semicolon, which asks IPython not to show the last value."""
     return text.rstrip().endswith(";")
-
-
-def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    # The agent runs in a callback of the engine's own loop, and asyncio refuses to run a second loop in one thread. So
-    # the first one is unregistered meanwhile.
-    outer = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
-    loop = asyncio.new_event_loop()
-    try:
-        return loop.run_until_complete(coroutine)
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-        asyncio._set_running_loop(outer)

@@ -1,4 +1,4 @@
-"""Threads that a cell or a call starts belong to it, even if they communicate."""
+"""Threads and asyncio tasks that a cell or a call starts."""
 
 from __future__ import annotations
 
@@ -61,3 +61,68 @@ threading.Thread(target=endless, name="monitor").start()
     processes.wait_until(lambda: "busy" not in notebook.run("%distnb status").text, LIMIT_S)
     notebook.run("%%distribute mirrored\nprint('next')")  # the wait is not repeated
     end.touch()
+
+
+TASKS = """%%distribute mirrored
+import asyncio, os, time
+async def fetch(number):
+    await asyncio.sleep(0.05)
+    return number * 10
+async def hold(lock):
+    async with lock:
+        await asyncio.sleep(0.05)
+async def block(folder):
+    open(os.path.join(folder, f"begun{distnb.replica_id()}"), "w").close()
+    time.sleep(600)
+"""
+
+
+def test_tasks_are_awaited_in_any_line_of_their_cell_and_in_later_cells(notebook: Notebook) -> None:
+    notebook.run(TASKS)
+    ran = notebook.run("%%distribute mirrored\ntask = asyncio.create_task(fetch(4))\nawait task")
+    assert ran.stdout + ran.stderr == "[0-1] 40\n"
+    tasks = "tasks = [asyncio.create_task(fetch(number)) for number in range(3)]"
+    assert notebook.run(f"%%distribute mirrored\n{tasks}\nawait asyncio.gather(*tasks)").stdout == "[0-1] [0, 10, 20]\n"
+    lock = "lock = asyncio.Lock()\ntask = asyncio.create_task(hold(lock))\nawait asyncio.sleep(0.01)"
+    assert notebook.run(f"%%distribute mirrored\n{lock}\nawait lock.acquire()").stdout == "[0-1] True\n"
+    ran = notebook.run("%%distribute mirrored\ntasks = [asyncio.create_task(fetch(number)) for number in range(3)]")
+    assert "[0-1] distnb: 3 asyncio tasks of this cell have not finished." in ran.stderr
+    notebook.run("%%distribute mirrored\nfound = [await task for task in tasks]")
+    assert notebook.value("found") == [0, 10, 20]
+
+
+def test_a_task_that_blocks_is_stopped_and_holds_up_only_the_cell_that_runs_it(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    notebook.run(TASKS)
+    notebook.run(f"def begin():\n    asyncio.get_running_loop().create_task(block({str(tmp_path)!r}))")
+    notebook.run("distnb.MirroredStrategy().run(begin)")
+    notebook.run("%%distribute mirrored\nnumber = 5")
+    assert notebook.value("number") == 5
+    source = "%%distribute mirrored\nawait asyncio.sleep(600)"
+    message = notebook.start(source)
+    processes.wait_until(lambda: len(list(tmp_path.iterdir())) == 2, LIMIT_S)  # the task runs first
+    notebook.interrupt()
+    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    notebook.run("%%distribute mirrored\nawait asyncio.sleep(0.01)")
+
+
+def test_handlers_run_in_an_await_that_is_stopped(notebook: Notebook) -> None:
+    source = """%%distribute mirrored
+import asyncio
+seen = []
+try:
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+except asyncio.CancelledError:
+    seen.append("cancelled")
+    raise
+finally:
+    await asyncio.sleep(0.1)
+    seen.append("whole")
+"""
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready")
+    notebook.interrupt()
+    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    assert notebook.value("seen") == ["cancelled", "whole"]
