@@ -265,6 +265,35 @@ def test_a_replica_in_the_next_program_is_missed_too():
         first.check_departed(number)
 
 
+@pytest.mark.parametrize("calls_there", [False, True])
+def test_a_replica_that_failed_and_began_the_next_program_is_not_a_mismatch(calls_there: bool) -> None:
+    first, second = replicas()
+    number = first.post(record("a"))
+    second.end(failed=True)
+    for program in (2, 3):  # calls that were sent before the notebook knew of the error
+        second.begin(program)
+        second.end(failed=program == 3)
+    second.begin(4)
+    assert first.check_departed(number) == [1]
+    assert first.check_coming([1]) == [1]
+    if calls_there:
+        for each in (lambda: second.post(record("b")), first.check):
+            with pytest.raises(CollectiveError, match="Replica 1 ended a program with an error") as caught:
+                each()
+            assert type(caught.value) is CollectiveError
+        assert first.check_departed(number) == [1]
+
+
+def test_a_replica_that_completed_this_program_and_failed_the_next_is_missed():
+    first, second = replicas()
+    number = first.post(record("a"))
+    second.end(failed=False)
+    second.begin(2)
+    second.end(failed=True)
+    with pytest.raises(CollectiveMismatchError, match="replica 1 finished"):
+        first.check_departed(number)
+
+
 def test_the_last_replica_to_end_compares_the_counts():
     first, second = replicas()
     first.post(record("a"))

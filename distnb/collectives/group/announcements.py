@@ -50,9 +50,9 @@ def await_announcement(group: GuardedProcessGroup, name: str, source: int, what:
         # Read the source's phase before the text, because it leaves the text before it goes on.
         ahead = finished = False
         if verifier is not None:
-            program, phase, last = verifier.log.phase(source)
+            program, _, last = verifier.log.phase(source)
             ahead = last > verifier.number and program == verifier.program
-            finished = (program == verifier.program and phase == "ended") or program > verifier.program
+            finished = verifier.phase(source) == "ended"
         if store.check([name]):
             return True
         if ahead or finished:

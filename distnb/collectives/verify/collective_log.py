@@ -5,7 +5,7 @@ a copy, and the store keeps the copies equal (`replicated_log.py`).
 
 Each replica writes to its own part only, so no lock is needed. A part is a header and a ring of slots:
 
-    header   program │ phase │ last number │ wait: length, text │ trouble: length, text │ end of data
+    header   program │ phase │ last number │ wait: length, text │ trouble: length, text │ end of data │ failed programs
     slot     number │ key (40 bytes) │ program │ errors │ crossed │ length │ operation \\0 place
              └────────── compared at once by `same` ──────────┘
 
@@ -46,7 +46,8 @@ __all__ = [
 RING: Final = 2048
 """The number of collectives that a replica remembers. It never gets further ahead of the others than that."""
 
-# A header: program, phase, last number; a wait and a trouble, each with its length before it; an end of data.
+# A header: program, phase, last number; a wait and a trouble, each with its length before it; an end of data; the
+# latest programs that failed.
 _HEADER = struct.Struct("<QQQ")
 _NUMBER = struct.Struct("<Q")
 _WAIT_AT: Final = _HEADER.size
@@ -55,7 +56,10 @@ _TROUBLE_AT: Final = _WAIT_AT + 8 + _WAIT_NBYTES
 _TROUBLE_NBYTES: Final = 1024
 _DATA_END_AT: Final = _TROUBLE_AT + 8 + _TROUBLE_NBYTES
 _DATA_END = struct.Struct("<QQ")
-HEADER_NBYTES: Final = _DATA_END_AT + _DATA_END.size
+_FAILED_AT: Final = _DATA_END_AT + _DATA_END.size
+# A replica may begin this many more programs before those that it failed are ended on the others, and fail them, too.
+_FAILED = struct.Struct("<16Q")
+HEADER_NBYTES: Final = _FAILED_AT + _FAILED.size
 # A slot: number, the record's key, program, position, length of text, text. Fields compared at once are adjacent.
 SLOT_NBYTES: Final = 256
 KEY_NBYTES: Final = 40
@@ -219,6 +223,10 @@ class CollectiveLog:
 
     def set_phase(self, program: int, phase: Phase) -> None:
         """Report this replica's program, and its phase in it."""
+        if phase == "failed":
+            at = self._mine + _FAILED_AT
+            *others, _ = _FAILED.unpack_from(self.memory, at)
+            _FAILED.pack_into(self.memory, at, program, *others)
         # In this order, so that a new program is never seen in the phase in which the last one ended.
         _NUMBER.pack_into(self.memory, self._mine + 8, _PHASES.index(phase))
         _NUMBER.pack_into(self.memory, self._mine, program)
@@ -231,6 +239,10 @@ class CollectiveLog:
             found = again  # written during the read, maybe by two programs
         program, phase, last = found
         return program, _PHASES[phase], last
+
+    def has_failed(self, replica: int, program: int) -> bool:
+        """Return whether a program has failed on a replica, which may have begun later ones."""
+        return program in _FAILED.unpack_from(self.memory, replica * _PART_NBYTES + _FAILED_AT)
 
     def set_trouble(self, trouble: Trouble | None) -> None:
         """Report an error to the other replicas, or withdraw the report."""

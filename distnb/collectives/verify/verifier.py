@@ -14,7 +14,14 @@ from typing import Final, NoReturn
 
 from distnb import activity
 from distnb.collectives.verify import callsite
-from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, CollectiveRecord, Trouble
+from distnb.collectives.verify.collective_log import (
+    KEY_NBYTES,
+    RING,
+    CollectiveLog,
+    CollectiveRecord,
+    Phase,
+    Trouble,
+)
 from distnb.collectives.verify.program_calls import ProgramCalls
 from distnb.errors import CollectiveError, CollectiveMismatchError
 
@@ -266,11 +273,17 @@ class Verifier:
 
     def others_ended(self) -> bool:
         """Return whether no other replica is in this program any more."""
-        for rank in self._peers:
-            program, phase, _ = self.log.phase(rank)
-            if program < self.program or (program == self.program and phase == "running"):
-                return False
-        return True
+        return all(self.phase(rank) in ("ended", "failed") for rank in self._peers)
+
+    def phase(self, rank: int) -> Phase:
+        """Return a replica's phase in this replica's program: "idle" before it, and its end if it has begun a later
+        one."""
+        program, phase, _ = self.log.phase(rank)
+        if program < self.program:
+            return "idle"
+        if program > self.program:
+            return "failed" if self.log.has_failed(rank, self.program) else "ended"
+        return phase
 
     def _compare_ends(self) -> None:
         me = self.log.me
@@ -293,18 +306,18 @@ class Verifier:
         failed = []
         for rank in self._peers:
             self._compare_again(number, rank)
-            program, phase, last = self.log.phase(rank)
-            if last >= number:
-                continue
-            if program == self.program and phase == "failed":
+            program, _, last = self.log.phase(rank)
+            phase = self.phase(rank)
+            if phase == "failed" and (last < number or self._is_of_later_program(rank, number)):
                 failed.append(rank)
-            elif self._has_finished(program, phase):
+            elif phase == "ended" and last < number:
                 # The collective may be the second one of an operation that consists of several.
                 self._raise_missing(self.log.me, rank, last + 1 if program == self.program else number)
         return failed
 
-    def _has_finished(self, program: int, phase: str) -> bool:
-        return (program == self.program and phase == "ended") or program > self.program
+    def _is_of_later_program(self, rank: int, number: int) -> bool:
+        posted = self.log.read(rank, number)
+        return posted is not None and posted[1] > self.program
 
     def check_coming(self, replicas: Sequence[int]) -> list[int]:
         """Return the ranks whose program an error ended, so that they will not connect to these replicas.
@@ -314,12 +327,11 @@ class Verifier:
         """
         failed = []
         for rank in self._peers:
-            program, phase, _ = self.log.phase(rank)
             if self._replicas[rank] not in replicas:
                 continue
-            if program == self.program and phase == "failed":
+            if self.phase(rank) == "failed":
                 failed.append(rank)
-            elif self._has_finished(program, phase):
+            elif self.phase(rank) == "ended":
                 raise CollectiveMismatchError(
                     f"{self._name(self.log.me).capitalize()} waits to connect a process group of replicas "
                     f"{list(replicas)}, but {self._name(rank)} finished its program without using that group. {_ADVICE}"
@@ -367,6 +379,13 @@ class Verifier:
     def _compare(
         self, number: int, mine: tuple[CollectiveRecord, int], rank: int, other: tuple[CollectiveRecord, int]
     ) -> None:
+        late, later = (self.log.me, rank) if mine[1] < other[1] else (rank, self.log.me)
+        if mine[1] != other[1] and self.log.has_failed(later, min(mine[1], other[1])):
+            # The program of `late` is about to be ended. The other program was sent before the error was known.
+            raise CollectiveError(
+                f"{self._name(later).capitalize()} ended a program with an error, and went on to the next while "
+                f"{self._name(late)} waits in {self.describe(number, late)}."
+            )
         if mine[0].signature != other[0].signature:
             self._raise(number, rank, mine[0], other[0], "The replicas called different collectives")
         here, there = self.log.position(self.log.me, number), self.log.position(rank, number)
