@@ -244,7 +244,7 @@ class Spmd:
             self.take_made()
             return self._run(fn, args, kwargs)
         except BaseException as error:
-            calls.fail("strategy.run", error)
+            process.group.fail_call(error)
             raise
         finally:
             calls.leave()

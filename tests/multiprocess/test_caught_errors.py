@@ -46,17 +46,6 @@ def me():
 
 # Replica 0, or 1, catches an error that leaves a collective undone. Each is a function `case(net, step, after)`.
 _ENDS = {
-    "on one replica, while the others compare what they returned": """
-    def f():
-        if me() == 0:
-            raise KeyError("mine")
-        return torch.ones(1)
-    try:
-        strategy.run(f)
-    except KeyError:
-        pass
-    after()
-    """,
     "before a step": """
     def f():
         if me() == 0:
@@ -201,6 +190,56 @@ _GOES_ON = {
             pass
         step()
     strategy.run(f)
+    """,
+    "of the first call, while the others compare what they returned": """
+    def f():
+        if me() == 0:
+            raise KeyError("mine")
+        return torch.ones(1)
+    try:
+        value, = strategy.local_results(strategy.run(f))
+        assert value.tolist() == [1.0]
+    except KeyError:
+        assert me() == 0
+    """,
+    "of a call that returns plain values elsewhere": """
+    def f(k):
+        if me() == k % 2:
+            raise KeyError("mine")
+        time.sleep(0.02 * k)
+        return k
+    for k in range(4):
+        try:
+            assert strategy.run(f, args=(k,)) == k
+        except KeyError:
+            assert me() == k % 2
+    assert strategy.run(lambda: 5) == 5
+    """,
+    "of calls that one replica leaves long before the others": """
+    def f(k):
+        if me() == 1:
+            raise KeyError("mine")
+        time.sleep(0.05)
+        return k
+    for k in range(4):
+        try:
+            assert strategy.run(f, args=(k,)) == k
+        except KeyError:
+            assert me() == 1
+    """,
+    "of a call within a call": """
+    def f():
+        if me() == 0:
+            raise KeyError("mine")
+        return 3
+    def outer():
+        def within(strategy):
+            try:
+                return strategy.run(f)
+            except KeyError:
+                return 3
+        return distnb.get_replica_context().merge_call(within)
+    assert strategy.run(outer) == 3
     """,
     "outside of run, before the next collective": """
     def f(fails):

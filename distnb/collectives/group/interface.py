@@ -94,6 +94,21 @@ class Group:
         self.calls.enter()
         return self.calls
 
+    def fail_call(self, error: BaseException) -> None:
+        """Note an error that leaves a call of `strategy.run`, and report it to the others, which may wait there."""
+        self.calls.fail("strategy.run", error)
+        self.process_group.communicator.report_failed_call()
+
+    def meet_after_call(self, digest: int) -> bool | None:
+        """Wait until `strategy.run` has returned from the function on all replicas.
+
+        Returns:
+            Whether the digests of the results are equal on all of them. If this is unknown, False. None if the function
+            has raised on a replica, which does not come here.
+        """
+        contents = self.process_group.meet(of_tensors("strategy.run's result", None, None, ()), f"{digest:x}")
+        return None if contents is None else len(set(contents)) == 1
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Replace each replica's tensor by the "sum" ("mean", "max", "min") of all. Shapes and dtypes are equal."""
         self.all_reduce_start(tensor, op).wait()

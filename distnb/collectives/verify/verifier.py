@@ -167,7 +167,7 @@ class Verifier:
                 if self.log.position(rank, min(self._compared[rank] + 1, self.number)).errors != mine.errors:
                     return error, str(mismatch)
             else:
-                if self.log.last(rank) < number:
+                if self.log.last(rank) < number or self._call_failed(self.log.me, rank, number):
                     continue
                 other = self.log.position(rank, number)
                 if other.errors != mine.errors and other.crossed < mine.crossed:
@@ -244,6 +244,54 @@ class Verifier:
             self._refused = number
             self._compared = [min(compared, number - 1) for compared in self._compared]
 
+    # -- the ends of calls of `run` ----------------------------------------------------------------------------------
+    #
+    # When a call has returned, the replicas may compare its results, which is no collective of the program's. If an
+    # error leaves the call on a replica, that replica reports this and goes on; the others withdraw the comparison, if
+    # they share memory, where they wait outside of Gloo:
+    #
+    #     replica 0                                 replica 1
+    #     the call raises: reports failed call 1    the call returns: posts "strategy.run's result" as collective 7
+    #     posts all_reduce as collective 7          sees that call 1 failed there: withdraws its collective 7
+    #                                               posts all_reduce as collective 7
+
+    def report_failed_call(self) -> None:
+        """Report that an error leaves the current call of `run` on this replica."""
+        self.log.set_failed_call(self.program, self._calls.position.crossed)
+
+    def has_failed_call(self, number: int) -> bool:
+        """Return whether an error has left the call whose results this replica posted as a collective, elsewhere."""
+        return any(self._call_failed(rank, self.log.me, number) for rank in self._peers)
+
+    def absent_from(self, number: int) -> list[int]:
+        """Return the ranks that have not posted the same under that number, as far as their posts have arrived.
+
+        Raises:
+            CollectiveError: One called something else.
+        """
+        for rank in self._peers:
+            self._catch_up(rank)
+        return [rank for rank in self._peers if self._compared[rank] < number]
+
+    def contents(self, number: int) -> list[str]:
+        """Return the content that each replica has posted under that number."""
+        return [
+            posted[0].content if posted else "" for posted in (self.log.read(r, number) for r in range(self.log.size))
+        ]
+
+    def withdraw(self, number: int) -> None:
+        """Withdraw this replica's newest collective. The next one gets its number."""
+        self.log.withdraw(number)
+        self.number = number - 1
+        self._compared = [min(compared, number - 1) for compared in self._compared]
+
+    def _call_failed(self, rank: int, poster: int, number: int) -> bool:
+        """Return whether an error has left a call on `rank` whose results `poster` posted as a collective."""
+        posted = self.log.read(poster, number)
+        if posted is None or not posted[0].operation.startswith(_RETURNED):
+            return False
+        return self.log.has_failed_call(rank, posted[1], self.log.position(poster, number).crossed)
+
     # -- programs --------------------------------------------------------------------------------------------------
 
     def begin(self, program: int) -> None:
@@ -308,6 +356,8 @@ class Verifier:
             self._compare_again(number, rank)
             program, _, last = self.log.phase(rank)
             phase = self.phase(rank)
+            if self._call_failed(rank, self.log.me, number) and phase != "failed":
+                continue
             if phase == "failed" and (last < number or self._is_of_later_program(rank, number)):
                 failed.append(rank)
             elif phase == "ended" and last < number:
@@ -362,6 +412,8 @@ class Verifier:
                 mine = log.read(log.me, number)
                 # If one is overwritten, the replica that came later has compared them.
                 if mine is not None and other is not None:
+                    if self._call_failed(rank, log.me, number) or self._call_failed(log.me, rank, number):
+                        break  # one of the two will be withdrawn
                     refused = mine[0].key == _REFUSED, other[0].key == _REFUSED
                     if refused == (True, False) or (number == entering and refused == (False, True)):
                         break

@@ -84,9 +84,12 @@ class Agreement:
             return _wrap(group, shape, leaves, plain, unlike)
         batch = 0 if self._warned_of_batch else loader_batches.digest_of_batch(args)
         values = [digest_of_text(_describe(kind, leaf)) for kind, leaf in zip(kinds, leaves, strict=True)]
+        own = (structure, kinds, values, list(map(_held, leaves)), batch)
         try:
-            group.note("strategy.run's result", ())
-            gathered = group.all_gather_object((structure, kinds, values, list(map(_held, leaves)), batch))
+            is_equal = group.meet_after_call(digest_of_text(repr(own)))
+            if is_equal is None:  # the function has raised on a replica, which may have caught the error
+                return _wrap(group, shape, leaves, plain, unlike)
+            gathered = [own] * group.size if is_equal else group.all_gather_object(own)
         except CollectiveMismatchError as error:
             error.add_note(
                 f"strategy.run compares the results of {getattr(fn, '__name__', 'the function')} on all replicas "
