@@ -167,7 +167,7 @@ class Verifier:
                 if self.log.position(rank, min(self._compared[rank] + 1, self.number)).errors != mine.errors:
                     return error, str(mismatch)
             else:
-                if self.log.last(rank) < number or self._call_failed(self.log.me, rank, number):
+                if self.log.last(rank) < number or self.is_void(number, rank):
                     continue
                 other = self.log.position(rank, number)
                 if other.errors != mine.errors and other.crossed < mine.crossed:
@@ -259,9 +259,14 @@ class Verifier:
         """Report that an error leaves the current call of `run` on this replica."""
         self.log.set_failed_call(self.program, self._calls.position.crossed)
 
-    def has_failed_call(self, number: int) -> bool:
-        """Return whether an error has left the call whose results this replica posted as a collective, elsewhere."""
-        return any(self._call_failed(rank, self.log.me, number) for rank in self._peers)
+    def is_void(self, number: int, rank: int | None = None) -> bool:
+        """Return whether a replica (this one by default) posted the results of a call that has raised elsewhere."""
+        poster = self.log.me if rank is None else rank
+        posted = self.log.read(poster, number)
+        if posted is None or not posted[0].operation.startswith(_RETURNED):
+            return False
+        crossed = self.log.position(poster, number).crossed
+        return any(self.log.has_failed_call(other, posted[1], crossed) for other in range(self.log.size))
 
     def absent_from(self, number: int) -> list[int]:
         """Return the ranks that have not posted the same under that number, as far as their posts have arrived.
@@ -284,13 +289,6 @@ class Verifier:
         self.log.withdraw(number)
         self.number = number - 1
         self._compared = [min(compared, number - 1) for compared in self._compared]
-
-    def _call_failed(self, rank: int, poster: int, number: int) -> bool:
-        """Return whether an error has left a call on `rank` whose results `poster` posted as a collective."""
-        posted = self.log.read(poster, number)
-        if posted is None or not posted[0].operation.startswith(_RETURNED):
-            return False
-        return self.log.has_failed_call(rank, posted[1], self.log.position(poster, number).crossed)
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -356,7 +354,7 @@ class Verifier:
             self._compare_again(number, rank)
             program, _, last = self.log.phase(rank)
             phase = self.phase(rank)
-            if self._call_failed(rank, self.log.me, number) and phase != "failed":
+            if phase != "failed" and self.is_void(number):
                 continue
             if phase == "failed" and (last < number or self._is_of_later_program(rank, number)):
                 failed.append(rank)
@@ -412,8 +410,8 @@ class Verifier:
                 mine = log.read(log.me, number)
                 # If one is overwritten, the replica that came later has compared them.
                 if mine is not None and other is not None:
-                    if self._call_failed(rank, log.me, number) or self._call_failed(log.me, rank, number):
-                        break  # one of the two will be withdrawn
+                    if self._is_one_void(number, rank, other):
+                        break
                     refused = mine[0].key == _REFUSED, other[0].key == _REFUSED
                     if refused == (True, False) or (number == entering and refused == (False, True)):
                         break
@@ -425,8 +423,14 @@ class Verifier:
         """Compare a record that changed after it was compared, because its replica's arguments were refused."""
         if self._compared[rank] >= number and not self.log.same(rank, number):
             mine, other = self.log.read(self.log.me, number), self.log.read(rank, number)
-            if mine is not None and other is not None and mine[0].signature != other[0].signature:
+            if mine is None or other is None or mine[0].signature == other[0].signature:
+                return
+            if not self._is_one_void(number, rank, other):
                 self._compare(number, mine, rank, other)
+
+    def _is_one_void(self, number: int, rank: int, other: tuple[CollectiveRecord, int]) -> bool:
+        """Return whether this replica's post or another's, which was read before, will be or has been withdrawn."""
+        return self.is_void(number) or self.is_void(number, rank) or self.log.read(rank, number) != other
 
     def _compare(
         self, number: int, mine: tuple[CollectiveRecord, int], rank: int, other: tuple[CollectiveRecord, int]
