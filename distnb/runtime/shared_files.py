@@ -35,8 +35,7 @@ def explain(error: BaseException) -> None:
     elif process.rank and isinstance(error, FileNotFoundError) and _is_temporary(error.filename):
         met = (
             "each made its own temporary folder, but only replica 0 writes the files of callbacks and model.save. "
-            "Make the folder in an ordinary cell, outside the scope, or use one folder on all replicas: "
-            "strategy.broadcast(tempfile.mkdtemp())."
+            "Use one folder on all replicas: distnb.shared_folder()."
         )
     else:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from typing import Any
 
 import pytest
@@ -490,7 +491,8 @@ def test_local_results_can_be_combined_and_broadcast() -> None:
         except FileExistsError as raised:
             result["in the scope"] = raised.__notes__
 
-        import tempfile
+        import shutil, tempfile
+        from distnb.runtime.this_process import this_process
         own = tempfile.TemporaryDirectory()
         try:
             with strategy.scope():
@@ -498,6 +500,15 @@ def test_local_results_can_be_combined_and_broadcast() -> None:
         except FileNotFoundError as raised:
             result["in a folder of its own"] = getattr(raised, "__notes__", [])
         own.cleanup()
+        folder = result["folder"] = distnb.shared_folder("distnb-semantics-")
+        in_run = strategy.local_results(strategy.run(lambda: distnb.shared_folder(parent=folder)))[0]
+        this_process.replica.workers = (0, 0, 1)  # as if replica 2 were on another machine
+        os.getcwd = lambda: folder
+        result["in the folder"] = [os.path.dirname(each) for each in (in_run, distnb.shared_folder())]
+        os.path.isdir = lambda path: me != 2
+        result["elsewhere"] = error(lambda: distnb.shared_folder(parent=folder), ValueError)
+        result["no parent"] = error(lambda: distnb.shared_folder(parent=folder + "/none"), FileNotFoundError)
+        distnb.on_chief(shutil.rmtree)(folder)
         result["alone"] = error(without_the_chief, RuntimeError)
         """,
         3,
@@ -520,9 +531,11 @@ def test_local_results_can_be_combined_and_broadcast() -> None:
         assert "File exists" in found["twice"]
         assert "not in list" in found["of its own"]
         assert "Replica 0 must call it, too" in found["alone"] or rank == 0
-        assert any("strategy.broadcast(tempfile.mkdtemp())" in note for note in found["in a folder of its own"]) == (
-            rank > 0
-        )
+        assert any("distnb.shared_folder()" in note for note in found["in a folder of its own"]) == (rank > 0)
+        assert found["folder"] == ended[0].result["folder"]
+        assert found["in the folder"] == [found["folder"]] * 2
+        assert f"but {socket.gethostname()} does not have it" in found["elsewhere"]
+        assert "No such file" in found["no parent"]
     in_the_scope = [one.result["in the scope"] for one in ended if "in the scope" in one.result]
     assert len(in_the_scope) == 2, "one replica created it"
     assert all("All 3 replicas run this code" in notes[0] for notes in in_the_scope)
