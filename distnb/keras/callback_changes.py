@@ -22,7 +22,7 @@ from distnb.keras.shards.whole_models import State, fill, state_of
 from distnb.runtime import contexts
 from distnb.runtime.scopes.registration import Registration
 
-__all__ = ["MIRRORED", "Changes", "ModelBefore", "make_changes"]
+__all__ = ["MIRRORED", "Changes", "ModelBefore", "make_changes", "parts_of"]
 
 MIRRORED = "mirrored"
 """The first part of the keys of variables that do not belong to the model."""
@@ -157,6 +157,16 @@ def _objects(model: Any) -> list[Any]:
     optimizers.append(getattr(optimizers[0], "inner_optimizer", None))
     losses = [each for each in keras.tree.flatten(getattr(model, "loss", None)) if isinstance(each, keras.losses.Loss)]
     found = [*layers, *(part for module in modules for part in module.modules()), *model.weights, *optimizers, *losses]
+    return list({id(each): each for each in found if each is not None}.values())
+
+
+def parts_of(model: Any) -> list[Any]:
+    """Return the objects that belong to a model, in an order that is equal on all replicas."""
+    symbolic = [
+        *keras.tree.flatten(getattr(model, "inputs", None)),
+        *keras.tree.flatten(getattr(model, "outputs", None)),
+    ]
+    found = [*_objects(model), *model.metrics, *model.variables, *symbolic]
     return list({id(each): each for each in found if each is not None}.values())
 
 

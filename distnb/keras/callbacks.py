@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import cloudpickle
 import keras
 import numpy as np
 import torch
@@ -20,6 +16,7 @@ from distnb.input.progress import Progress
 from distnb.keras import keras_internals
 from distnb.keras.backups import Resuming
 from distnb.keras.callback_changes import MIRRORED, Changes, ModelBefore, make_changes
+from distnb.keras.callback_states import CallbackStates
 from distnb.keras.data import SameBatches
 from distnb.keras.epoch_dots import EpochDots
 from distnb.keras.shards.whole_models import share_state, whole_values
@@ -87,7 +84,7 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
         self._training = False
         for each in given:
             each.set_model(model)
-        self._contents = [_contents(each) for each in given] if self._is_chief else []
+        self._states = CallbackStates(model, given, self._group)
         self._resuming = Resuming(model, given)
         self.batches = SameBatches(lambda: self._group)
         self._shared = {name for name in _BATCHES for each in given if _acts(each, name)}
@@ -236,17 +233,7 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
         self._raise_together(failed)
         self._training = (self._training or name == "train_begin") and name != "train_end"
         if name in _ENDS and not self._training:  # not after each validation
-            self._share_callback_state()
-
-    def _share_callback_state(self) -> None:
-        """Share the state of the callbacks themselves, such as the best value seen, as far as it can be sent."""
-        states: Any = None
-        if self._is_chief:
-            states = [_changed(each, before) for each, before in zip(self._given, self._contents, strict=True)]
-        for each, state in zip(self._given, broadcast_tree(self._group, states, 0), strict=True):
-            if state and not self._is_chief:
-                changed = {sys.intern(name): pickle.loads(content) for name, content in pickle.loads(state).items()}
-                vars(each).update(changed)
+            self._states.share()
 
     def _share_changes(self, changes: Changes, logs: dict[str, Any] | None) -> bool:
         """Share the changes that the chief's callbacks made. Return whether one of them failed."""
@@ -269,42 +256,6 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
         keras_internals.set_initial_epoch(model, epoch)
         make_changes(model, self._registration, changes)
         return failed
-
-
-class _StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A pickler that refuses models and the like, of which each replica has its own, wherever they are in a value."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (torch.nn.Module, keras_internals.Saveable, keras.Variable)):
-            raise pickle.PicklingError(f"a {type(obj).__name__} is not sent")
-        return super().reducer_override(obj)
-
-
-def _contents(callback: Any) -> dict[str, bytes]:
-    """Pickle a callback's attributes, by name, as far as they can be sent."""
-    contents = {}
-    for name, value in vars(callback).items():
-        if name in ("_model", "params"):
-            continue
-        file = io.BytesIO()
-        try:
-            _StatePickler(file).dump(value)
-        except Exception:  # noqa: BLE001  # the error of a file or a lock: the attribute stays on the chief
-            continue
-        contents[name] = file.getvalue()
-    return contents
-
-
-def _changed(callback: Any, before: Mapping[str, bytes]) -> bytes:
-    """Pickle the attributes of a callback that changed. Remove a file that it has closed, such as CSVLogger's.
-
-    The other replicas opened no file, and their callbacks must end up equal.
-    """
-    for name, value in list(vars(callback).items()):
-        if isinstance(value, io.IOBase) and value.closed:
-            vars(callback)[name] = None
-    changed = {name: content for name, content in _contents(callback).items() if before.get(name) != content}
-    return pickle.dumps(changed) if changed else b""
 
 
 def _acts(callback: Any, name: str) -> bool:

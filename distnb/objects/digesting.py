@@ -23,6 +23,7 @@ import cloudpickle
 import xxhash
 
 from distnb.compat import accelerate_internals, pandas_internals, transformers_internals
+from distnb.compat.keras_core import reduce_input
 from distnb.errors import CannotTravelError
 from distnb.objects import constructors, keras_archives
 from distnb.objects.code import definitions
@@ -356,6 +357,13 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduce a table or column of pandas."""
         return self.instance(table)
 
+    def symbolic(self, obj: Any) -> Any:
+        """Reduce a symbolic tensor of Keras, to a placeholder if it is the output of layers."""
+        reduced = self.reference(obj) or reduce_input(obj)
+        if reduced is obj:
+            return self.other(obj)
+        return reduced if reduced is not None else self.refused(obj, None)
+
     def world_bound(self, obj: Any) -> Any:
         """Reduce an object that stores the processes it was made in. A digest treats it like any other object."""
         return self.instance(obj)
@@ -502,6 +510,8 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
         return lambda pickler, obj: pickler.module(obj)
     if any(issubclass(kind, each) for each in _pickled_without_state()):
         return lambda pickler, obj: pickler.by_state(obj)
+    if keras_archives.is_symbolic(kind):
+        return lambda pickler, obj: pickler.symbolic(obj)
     if keras_archives.is_archived(kind):
         return lambda pickler, obj: keras_archives.without_time(pickler.instance(obj))
     if is_world_bound(kind):

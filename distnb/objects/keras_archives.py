@@ -8,7 +8,7 @@ import sys
 import zipfile
 from typing import Any
 
-__all__ = ["is_archived", "without_time"]
+__all__ = ["is_archived", "is_symbolic", "without_time"]
 
 _METADATA = "metadata.json"
 
@@ -19,6 +19,12 @@ def is_archived(kind: type) -> bool:
     if keras is None or not hasattr(keras, "optimizers"):  # Keras is being imported
         return False
     return issubclass(kind, (keras.layers.Layer, keras.losses.Loss, keras.optimizers.Optimizer))
+
+
+def is_symbolic(kind: type) -> bool:
+    """Return whether a class is Keras's of symbolic tensors."""
+    symbolic = getattr(sys.modules.get("keras"), "KerasTensor", None)
+    return symbolic is not None and issubclass(kind, symbolic)
 
 
 def without_time(reduced: Any) -> Any:

@@ -46,6 +46,8 @@ def is_unsendable(obj: Any) -> bool:
 
 def cure_for(obj: Any) -> str:
     """Return the cure for an object that cannot be sent."""
+    if type(obj).__name__ == "KerasTensor":
+        return "make the layers and their outputs within one `with strategy.scope():`; a keras.Input can be sent"
     return next((cure for kinds, cure in _CURES if issubclass(type(obj), kinds)), _ANY_CURE)
 
 

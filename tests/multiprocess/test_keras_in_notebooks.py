@@ -135,6 +135,45 @@ def test_settings_and_random_numbers_of_keras_travel(cells: Notebook) -> None:
     assert cells.value("settings()") == before
 
 
+GRAPHS = """
+class Keeps(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.first, self.ends = self.model.layers[0], [self.model.inputs[0], self.model.outputs]
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.loss = logs["loss"]
+keeps, inputs = Keeps(), [keras.Input((6,))]
+scaled = keras.layers.Rescaling(0.5)(inputs[0])
+log = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: kept.update(logs))
+kept, made = {}, []
+"""
+
+
+def test_what_nobody_assigned_causes_no_notice(cells: Notebook) -> None:
+    """Build on the notebook's inputs, and let callbacks refer to parts of the model."""
+    cells.run(GRAPHS)
+    ran = cells.run(
+        "%%distribute mirrored\nwith strategy.scope():\n"
+        "    made.append(keras.layers.Dense(2)(inputs[0]))\n    model = keras.Model(inputs, made)\n"
+        "    model.compile('sgd', keras.losses.SparseCategoricalCrossentropy(from_logits=True))\n"
+        "model.fit(X, Y, verbose=0, callbacks=[keeps, log])\n"
+        "assert keeps.first is model.layers[0] and keeps.ends[1][0] is model.outputs[0] is made[0]",
+        timeout_s=60,
+    )
+    assert not ran.stderr
+    assert cells.value("[type(keeps).__name__, type(inputs[0]).__name__]") == ["Keeps", "KerasTensor"]
+    assert cells.value("keeps.loss == kept['loss'] > 0") is True
+    ran = cells.run(
+        "%%distribute mirrored\nwith strategy.scope():\n    again = keras.Model(model.inputs, made)\n"
+        "assert again.predict(X, verbose=0).shape == (50, 2)",
+        timeout_s=60,
+    )
+    assert not ran.stderr
+    ran = cells.try_run("%%distribute mirrored\nwith strategy.scope():\n    keras.Model(inputs, scaled)")
+    assert ran.error_name == "CannotTravelError"
+    assert "make the layers and their outputs within one `with strategy.scope():`" in ran.error_text
+
+
 def test_metrics_in_cells_count_every_replica(cells: Notebook) -> None:
     """Count in both kinds of cells with a scope's metric, and send one of the notebook's with its counts."""
     cells.run(

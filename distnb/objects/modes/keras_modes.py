@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distnb.compat.keras_settings import read_random_state, read_settings, write_random_state, write_settings
+from distnb.compat.keras_core import read_random_state, read_settings, write_random_state, write_settings
 from distnb.objects.modes.mode import Mode
 
 __all__ = ["MODES"]

@@ -1,4 +1,4 @@
-"""Keras's global settings, for some of which only private names exist. Keras is not imported before the user does it.
+"""Keras's global settings and symbolic tensors, as far as the core knows them. Importing this does not import Keras.
 
 Keras keeps the dtype policy and the random seeds for each thread, and makes them when they are first asked for. Reading
 them here must make neither: `set_floatx` has no effect on the policy of new layers once there is one.
@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import sys
 from typing import Any
 
 from distnb.compat.versions import private_names
 
-__all__ = ["read_random_state", "read_settings", "write_random_state", "write_settings"]
+__all__ = [
+    "make_input",
+    "read_random_state",
+    "read_settings",
+    "reduce_input",
+    "write_random_state",
+    "write_settings",
+]
 
 _DEFAULTS: dict[str, Any] = {
     "floatx": "float32",
@@ -87,6 +95,29 @@ def write_random_state(found: tuple[int | None, tuple[int, ...] | None]) -> None
     if state is not None:
         generator.state.assign(state)
     _set_attribute("global_seed_generator", None if state is None else generator)
+
+
+def reduce_input(obj: Any) -> Any:
+    """Reduce a `keras.Input` for pickling, without a name that Keras made, because it counts the objects of a process.
+
+    Return None for an output of layers, which is a part of a graph that is not sent. Return the object itself if it has
+    no history.
+    """
+    history = getattr(obj, "_keras_history", None)
+    if history is None:
+        return obj
+    layer = history.operation
+    if not isinstance(layer, _keras().layers.InputLayer):
+        return None
+    config = layer.get_config()
+    if re.fullmatch(r"input_layer(_\d+)?", config["name"]):
+        del config["name"]
+    return make_input, (config,)
+
+
+def make_input(config: dict[str, Any]) -> Any:
+    """Return a `keras.Input` that was reduced."""
+    return _imported().layers.InputLayer.from_config(config).output
 
 
 def _keras() -> Any:
