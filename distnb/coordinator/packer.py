@@ -93,6 +93,7 @@ class ClosurePacker:
         take: A function that puts the tensors of a model on the servers which it got since its scope.
 
     Attributes:
+        access: The variables on the servers.
         forgotten: The number of resources that no longer exist. Workers may drop them, too.
         sources: The texts of cells that define packed functions, by the file name in their code objects.
         imports: The modules that packed functions import.
@@ -108,7 +109,7 @@ class ClosurePacker:
         self.sources: dict[str, str] = {}
         self.imports: set[str] = set()
         self._roots = roots
-        self._access = access
+        self.access = access
         self._take = take
         self._known: dict[int, _Known] = {}
         self._functions: dict[bytes, int] = {}  # by digest; 0: seen once
@@ -141,7 +142,7 @@ class ClosurePacker:
         with self._lock:
             self._at_rest = at_rest
             self._compared.clear()
-            self._access.send_changes(thorough=at_rest)
+            self.access.send_changes(thorough=at_rest)
             shown, found = self._function(function)
             if args or kwargs:
                 arguments, more = dump((args, kwargs), "An argument of a closure", self)
@@ -153,7 +154,7 @@ class ClosurePacker:
             own = shown.buffers if isinstance(shown, PickledParts) else ()
             named = shown.data if isinstance(shown, PickledParts) else shown
             data = pickle.dumps((named, arguments.data, settings), protocol=5)
-            definitions = {number: self._known[number].packed for number in every if number in self._known}
+            definitions = {number: known.packed for number in every if (known := self._known.get(number)) is not None}
             if this_process.importing is not None:
                 this_process.importing(self.imports)
         buffers = (*own, *arguments.buffers)
@@ -211,7 +212,7 @@ class ClosurePacker:
             return packed, found
         number = self._functions[content]
         if number not in self._known:
-            self._known[number] = _Known(packed, found.needs, {})
+            self._known[number] = _Known(packed, dict.fromkeys(found.needs), {})
         found.needs = {number: None, **found.needs}
         return number, found
 
@@ -236,7 +237,7 @@ class ClosurePacker:
     def reference(self, obj: Any, pickler: ClosurePickler) -> tuple[Any, ...] | None:
         """Return the reduction of a resource or of a variable on the servers, or None for other objects."""
         if isinstance(obj, torch.Tensor):
-            stored = self._access.stored_of(obj)
+            stored = self.access.stored_of(obj)
             if stored is None:
                 return None
             if isinstance(obj, ServerVariable):
@@ -361,9 +362,16 @@ class ClosurePacker:
         self._drop(number)
 
     def _drop(self, number: int) -> None:
+        """Drop a resource that no longer exists, and the functions that need it: nobody can schedule them again."""
         self._compositions.pop(number, None)
-        if self._known.pop(number, None) is not None:
-            self.forgotten += 1
+        if self._known.pop(number, None) is None:
+            return
+        self.forgotten += 1
+        for digest, function in tuple(self._functions.items()):
+            known = self._known.get(function)
+            if known is not None and number in known.needs:
+                self._functions.pop(digest, None)
+                self._drop(function)
 
 
 def _identity(obj: Any) -> Any:

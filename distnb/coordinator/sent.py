@@ -20,13 +20,15 @@ __all__ = ["Sent"]
 class Sent:
     """The resources that a worker knows.
 
-    `forgotten` and `sources` are the numbers of entries of `ClosurePacker.forgotten` and `ClosurePacker.sources` that
-    were sent to it. `module_files` are the digests of the files of local modules that it has.
+    `forgotten`, `sources` and `freed` are the numbers of entries of `ClosurePacker.forgotten`, `ClosurePacker.sources`
+    and `ServerAccess.freed` that were sent to it. `module_files` are the digests of the files of local modules that it
+    has.
     """
 
     known: set[int] = field(default_factory=set)
     forgotten: int = 0
     sources: int = 0
+    freed: int = 0
     seeded: bool = False
     modes: Environment | None = None
     module_files: Mapping[str, bytes] = field(default_factory=dict)
@@ -56,6 +58,8 @@ class Sent:
             new = list(packer.sources.items())[self.sources :]
             sources = tuple((name, text, link.cell_name(name)) for name, text in new)
             self.sources += len(new)
+        freed = tuple(packer.access.freed[self.freed :])
+        self.freed += len(freed)
         files: Mapping[str, ModuleFile] = {}
         if this_process.local_modules is not None:
             self.module_files, files = this_process.local_modules.lacking(self.module_files)
@@ -73,6 +77,7 @@ class Sent:
             buffers=packed.buffers,
             inputs=inputs,
             forget=forget,
+            freed=freed,
             sources=sources,
             module_files=files,
             modes=modes,

@@ -48,11 +48,12 @@ class Runner:
         self._run_before: set[Any] = set()  # the code objects of functions, with their variables
 
     def receive(self, message: RunClosure) -> None:
-        """Store the definitions that are sent only once, and drop others, even if the closure is not to run."""
+        """Store the definitions that are sent only once, and drop what is gone, even if the closure is not to run."""
         for number in message.forget:
             for each in (self._packed, self._resources, self._reaches):
                 each.pop(number, None)
         self._packed.update(message.definitions)
+        self.access.forget(message.freed)
 
     def run(self, message: RunClosure, fresh: Collection[int] = ()) -> ClosureResult:
         """Run a received closure, and raise whatever it raises. Copies of variables in `fresh` are not read again."""

@@ -16,7 +16,7 @@ import torch
 from distnb.coordinator.libraries import Library, ResourceDescription
 from distnb.coordinator.references import current_worker
 from distnb.errors import CannotTravelError, OptionError
-from distnb.keras import keras_internals
+from distnb.keras import keras_internals, replica_state
 from distnb.keras.server_optimizer import RemoteApply, check_options, described, set_options
 from distnb.runtime.servers.here import servers_here
 
@@ -78,6 +78,8 @@ class KerasLibrary(Library):
         return isinstance(obj, keras.metrics.Metric)
 
     def opened(self, metric: Any, device: torch.device) -> None:
+        for variable in keras_internals.own_variables(metric):
+            replica_state.mark_own(variable)
         owner = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
         if not owner.__module__.startswith("keras."):
             vars(metric)["update_state"] = functools.partial(_checked_update, metric, metric.update_state)

@@ -37,6 +37,7 @@ from distnb.variables.variable import SyncOnReadVariable, Variable, component_of
 __all__ = [
     "bind",
     "install",
+    "mark_own",
     "modules_in",
     "put_parameters",
     "restore",
@@ -45,6 +46,9 @@ __all__ = [
     "variable_in",
     "whole_copy",
 ]
+
+
+_IS_OWN = "_distnb_made_in_replica"
 
 
 def install() -> None:
@@ -77,13 +81,18 @@ def _initialize(plain: Callable[..., None], variable: Any, value: Any) -> None:
     strategy = _making_strategy()
     if strategy is None or keras_internals.tensor_of(variable).is_meta:
         return
-    vars(variable)["_distnb_made_in_replica"] = contexts.in_replica()
+    vars(variable)[_IS_OWN] = contexts.in_replica()
     settings = _settings_of(variable)
     if settings is not None:
         component = keras_internals.tensor_of(variable).detach()
         # A metric's parts start equal on all replicas, so nothing has to be synchronised.
         made = (make if settings.on_read else create)(component, settings, strategy)
         keras_internals.put_tensor(variable, made)
+
+
+def mark_own(variable: Any) -> None:
+    """Mark a variable as this replica's own, so that the replica may assign to it: it is not shared."""
+    vars(variable)[_IS_OWN] = True
 
 
 def _settings_of(variable: Any) -> Settings | None:
@@ -182,7 +191,7 @@ def _check_assigned(variable: Any, value: Any) -> None:
     if variable.synchronization != "on_read" and not _is_users(variable):
         return  # weights change by equal gradients, statistics are averaged, seeds are drawn equally
     is_ours = process.strategy_of(keras_internals.tensor_of(variable)) is not None
-    if not is_ours and not vars(variable).get("_distnb_made_in_replica", False):
+    if not is_ours and not vars(variable).get(_IS_OWN, False):
         raise ContextError(
             f"The Keras variable {variable.path!r} was made outside strategy.scope() and is assigned to in a function "
             "that strategy.run calls: every replica would change its own copy. Make it, or its metric, within "

@@ -71,6 +71,7 @@ class RunClosure(NamedTuple):
         data, buffers: The packed function and its arguments.
         inputs: The numbers and packed values of other closures' results among the arguments.
         forget: The numbers of definitions that no closure will need any more.
+        freed: The numbers of variables on the servers that no longer exist.
         sources: The cells that define functions, each sent once: the file name in code objects, the text, and the
             cell's label.
         module_files: The files of the coordinator's local modules that the worker lacks, by place.
@@ -88,6 +89,7 @@ class RunClosure(NamedTuple):
     buffers: tuple[Any, ...]
     inputs: tuple[tuple[int, Any], ...] = ()
     forget: tuple[int, ...] = ()
+    freed: tuple[int, ...] = ()
     sources: tuple[tuple[str, str, str], ...] = ()
     module_files: Mapping[str, ModuleFile] = {}
     modes: Any = None

@@ -20,6 +20,7 @@ from distnb.partitioners import FixedShardsPartitioner
 from tests import processes
 from tests.processes import wait_until
 
+os.environ.setdefault("KERAS_BACKEND", "torch")
 pytestmark = pytest.mark.timeout(150)
 
 
@@ -149,6 +150,48 @@ def test_variables_are_assigned_once(strategy: Any, coordinator: ClusterCoordina
     coordinator.schedule(lambda: strategy.run(lambda: nothing.assign(1.0)))
     with pytest.raises(OptionError, match="aggregation"):
         coordinator.join()
+
+
+def test_a_model_may_change_and_keras_metrics_count_the_rows_of_each_replica(
+    strategy: Any, coordinator: ClusterCoordinator
+) -> None:
+    keras = pytest.importorskip("keras")
+    torch.manual_seed(3)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 2))
+        mean = keras.metrics.Mean()
+    plain = nn.Sequential(nn.Linear(3, 2))
+    plain.load_state_dict(model.state_dict())
+    batch = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))  # the same one on both workers
+
+    def train(optimizer: Any, expected: Any) -> None:
+        def step(x: Any) -> None:
+            optimizer.zero_grad()
+            distnb.nn.compute_average_loss(model(x).square().mean(dim=1)).backward()
+            optimizer.step()
+            mean.update_state(x.sum(dim=1))
+
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: strategy.distribute_dataset([batch] * 2)))
+        for _ in range(2):
+            coordinator.fetch(coordinator.schedule(lambda it: strategy.run(step, args=(next(it),)), args=(iterator,)))
+            expected.zero_grad()
+            plain(batch).square().mean().backward()
+            expected.step()
+
+    with strategy.scope():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(optimizer, torch.optim.SGD(plain.parameters(), lr=0.1))
+    plain[0] = nn.Linear(3, 4)
+    with strategy.scope():
+        model[0] = nn.Linear(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain.load_state_dict(model.state_dict())
+    train(optimizer, torch.optim.SGD(plain.parameters(), lr=0.1))
+    coordinator.join()
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(model.state_dict()[name], value, atol=1e-6), name
+    assert float(mean.count) == 20
+    assert float(mean.result()) == pytest.approx(float(batch.sum(dim=1).mean()), abs=1e-6)
 
 
 def test_a_failing_replica_ends_the_closure(strategy: Any, coordinator: ClusterCoordinator) -> None:

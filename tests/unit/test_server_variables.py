@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import distnb
 from distnb.checkpoint.states import object_states as states
 from distnb.coordinator.packer import ClosurePacker
 from distnb.coordinator.pickling import open_value
+from distnb.coordinator.sent import Sent
 from distnb.engine.closure_runner import Runner
 from distnb.errors import ServerLost
 from distnb.partitioners import FixedShardsPartitioner
@@ -25,7 +27,7 @@ from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_messages import Describe, ServerRequest
 from distnb.runtime.servers.storage.store import ShardStore
-from distnb.wire.closure_messages import NO_FENCE, Fence, RunClosure
+from distnb.wire.closure_messages import NO_FENCE, Fence
 
 
 class InHouse:
@@ -68,24 +70,12 @@ class Worker:
     def __init__(self, servers: Any, index: int) -> None:
         self.access = ServerAccess(servers, is_worker=True)
         self.runner = Runner(self.access, index)
-        self.known: set[int] = set()
+        self.sent = Sent()
 
     def run(self, packer: ClosurePacker, number: int, function: Any, *args: Any, **kwargs: Any) -> Any:
         closure = packer.pack(function, args, kwargs)
-        definitions = tuple(each for each in closure.needs.items() if each[0] not in self.known)
-        forget = tuple(each for each in self.known if not packer.knows(each))
-        self.known.update(closure.needs)
-        self.known.difference_update(forget)
-        message = RunClosure(
-            program=0,
-            closure=number,
-            fence=Fence(),
-            definitions=definitions,
-            data=closure.data,
-            buffers=closure.buffers,
-            inputs=(),
-            forget=forget,
-        )
+        link: Any = SimpleNamespace(cell_name=lambda file: "")
+        message = self.sent.message(0, number, Fence(), closure, packer, link, lambda: 0)
         before = servers_here.access, dict(roles._runtimes)
         servers_here.access = self.access
         roles._runtimes.clear()
@@ -398,6 +388,32 @@ def test_memory_of_deleted_variables_is_freed(strategy: Any, servers: InHouse) -
     strategy.runtime.access.send_changes()
     assert held() == 1
     assert float(kept) == 1
+
+
+def test_an_earlier_experiment_leaves_no_memory_anywhere(strategy: Any, servers: InHouse) -> None:
+    packer, worker = packer_of(strategy), Worker(servers, 0)
+
+    def experiment() -> list[weakref.ref[Any]]:
+        with strategy.scope():
+            model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.arange(4)).sum().backward()
+            optimizer.step()
+
+        for number in range(3):  # so that the function is known, too
+            worker.run(packer, number, step)
+        return [weakref.ref(copy.tensor) for copy in worker.access._copies.values()] + [weakref.ref(model)]
+
+    left = experiment()
+    gc.collect()
+    worker.run(packer, 4, lambda: None)
+    gc.collect()
+    worker.run(packer, 5, lambda: None)  # the first one freed the variables
+    assert not any(each() is not None for each in left)
+    assert not worker.access.placement()
 
 
 def test_the_loss_of_a_server_does_not_keep_memory_on_the_others(servers: InHouse) -> None:

@@ -106,6 +106,7 @@ class ServerAccess:
         representatives: The variables that have no copy here, by their description.
         made: The parameters created as copies since this list was last emptied.
         model_tensors: The tensors of a worker's models.
+        freed: The numbers of the variables that the coordinator has freed.
         is_one_of_several: Whether this process is one replica of a worker with several.
     """
 
@@ -136,6 +137,7 @@ class ServerAccess:
         self._replicas: WorkerReplicas | None = None
         self.made: list[torch.nn.Parameter] = []
         self.model_tensors = ModelTensors()
+        self.freed: list[int] = []
 
     @property
     def replicas(self) -> WorkerReplicas | None:
@@ -229,6 +231,7 @@ class ServerAccess:
         for stored in gone:
             del self._owners[stored]
             self._copies.pop(stored.number, None)
+            self.freed.append(stored.number)
             for shard, part in stored.shards():
                 self._unowned.setdefault(part.server, []).append(shard)
         if gone:
@@ -242,6 +245,18 @@ class ServerAccess:
             with suppress(ServerLost):  # which frees its memory; the others must still receive theirs
                 self.exchange({server: [Drop(tuple(shards))]})
             del self._unowned[server]
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """Drop a worker's copies of variables that no longer exist."""
+        for number in numbers:
+            self._copies.pop(number, None)
+        if numbers:
+            self.representatives = {
+                stored: each for stored, each in self.representatives.items() if stored.number not in numbers
+            }
+            self._row_versions = {
+                shard: version for shard, version in self._row_versions.items() if shard[0] not in numbers
+            }
 
     def recreate(self, server: int) -> None:
         """Fill a new, empty server once, with the values that the coordinator knows or with zeros."""
