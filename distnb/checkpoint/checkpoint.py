@@ -342,7 +342,8 @@ def _first_whole(paths: Sequence[Path], read: Callable[[Path], dict[str, Any]]) 
         for one in damaged:
             warnings.warn(f"{one} distnb uses an older checkpoint: {path}", stacklevel=2)
         return path, states
-    others = [] if paths[0].exists() else list(files.numbered(paths[0].parent, paths[0].name).values())
+    numbered = {} if paths[0].exists() else files.numbered(paths[0].parent, paths[0].name)
+    others = [path for path in numbered.values() if files.is_complete(path)]
     if others:
         raise CheckpointError(f"{damaged[0]} `save` adds a number to the path: {others[-1]} is the newest.")
     raise damaged[0]

@@ -14,6 +14,7 @@ If tensors are sharded, each replica writes one file with its slices, and replic
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import mmap
@@ -21,8 +22,9 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ __all__ = [
     "complete_from_notes",
     "discard",
     "held_here",
+    "is_complete",
     "leave_note",
     "missing_parts",
     "name_of_part",
@@ -148,8 +151,14 @@ def write_part(file: Path, held: Held) -> dict[str, Any]:
         plain[name] = here if is_whole else here.clone(memory_format=torch.contiguous_format)
         seen.add(storage.data_ptr())
     beginnings = {name: {_BEGINNING: offset} for name, (_, offset) in held.items()}
-    save_file(plain, file, metadata={_SLICES: json.dumps(beginnings)})
-    _sync(file)
+    with _naming(file):
+        try:
+            save_file(plain, file, metadata={_SLICES: json.dumps(beginnings)})
+        except KeyError as error:
+            raise OptionError(
+                f"The installed safetensors has no {error.args[0]}. Install a newer safetensors."
+            ) from None
+        _sync(file)
     return {
         "nbytes": file.stat().st_size,
         "header": xxhash.xxh3_128_hexdigest(header_bytes(file)),
@@ -181,7 +190,7 @@ def complete(unfinished: Path, path: Path, parts: Mapping[str, Any], described: 
     starts = [start for facts in parts.values() for start, _, _ in facts["tensors"].values()]
     version = _ANY_AXIS if any(isinstance(start, list) for start in starts) else _VERSION
     manifest = {"format": _FORMAT, "version": version, "xxh3_128": _digest_of_text(held), "holds": held}
-    with (unfinished / _MANIFEST).open("x", encoding="utf-8") as text:
+    with _naming(unfinished / _MANIFEST), (unfinished / _MANIFEST).open("x", encoding="utf-8") as text:
         json.dump(manifest, text, allow_nan=False)
         text.flush()
         os.fsync(text.fileno())
@@ -238,6 +247,24 @@ def _map(file: Path, access: int = mmap.ACCESS_COPY) -> mmap.mmap:
         return mmap.mmap(opened.fileno(), 0, access=access)
 
 
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Add the path to errors of the file system that have none, such as of a full disk."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(file)) from None
+    except SafetensorError as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from None
+
+
 def _digest_of_text(held: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(held, allow_nan=False).encode())
 
@@ -267,11 +294,13 @@ def check(path: Path) -> dict[str, Any]:
         CheckpointError: The path is not a checkpoint, or the checkpoint is incomplete.
     """
     try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(_text_of(path / _MANIFEST))
     except (FileNotFoundError, NotADirectoryError):
         what = "there is no such file or folder" if not path.exists() else f"it has no {_MANIFEST}"
         raise CheckpointError(f"{path} is not a checkpoint of distnb: {what}.") from None
-    except ValueError as error:
+    except IsADirectoryError:
+        raise CheckpointError(f"{path} is not a checkpoint of distnb: {_MANIFEST} is not a file.") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not complete: {_MANIFEST} is not JSON ({error}).") from None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of distnb: {_MANIFEST} has another format.")
@@ -281,13 +310,25 @@ def check(path: Path) -> dict[str, Any]:
             f"{_ANY_AXIS}. Install a newer distnb."
         )
     holds: dict[str, Any] = manifest.get("holds", {})
-    if _digest_of_text(holds) != manifest.get("xxh3_128"):
+    if _digest_of_text(holds) != manifest.get("xxh3_128") or not {"files", "tree"} <= {*holds}:
         raise CheckpointError(f"{path} is damaged: {_MANIFEST} has changed since it was written.")
     for name, facts in holds["files"].items():
         found = (path / name).stat().st_size if (path / name).is_file() else 0
         if found != facts["nbytes"]:
             raise CheckpointError(f"{path} is not complete: {name} has {found} bytes instead of {facts['nbytes']}.")
     return holds
+
+
+def _text_of(file: Path) -> str:
+    """Return the text of a file. Raise IsADirectoryError if it is anything else, such as a pipe, which would block."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+        with open(descriptor, encoding="utf-8", closefd=False) as opened:
+            return opened.read()
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path) -> Any:
@@ -383,18 +424,20 @@ def stored(path: Path, share: int = 0, shares: int = 1) -> Any:
 
 
 def numbered(folder: Path, name: str) -> dict[int, Path]:
-    """Return the complete checkpoints `name-1`, `name-2`… of a folder by number, the lowest first."""
-    found = {}
+    """Return all entries `name-1`, `name-2`… of a folder by number, the lowest first, also those that are damaged."""
     pattern = re.compile(re.escape(name) + r"-(\d+)")
-    for each in folder.iterdir() if folder.is_dir() else ():
-        matched = pattern.fullmatch(each.name)
-        if matched:
-            try:
-                check(each)
-            except (CheckpointError, OSError):
-                continue
-            found[int(matched[1])] = each
+    entries = folder.iterdir() if folder.is_dir() else ()
+    found = {int(matched[1]): each for each in entries if (matched := pattern.fullmatch(each.name))}
     return dict(sorted(found.items()))
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether a checkpoint's files exist and have their full length."""
+    try:
+        check(path)
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def remove(path: Path) -> None:

@@ -18,8 +18,8 @@ def latest_checkpoint(directory: str | os.PathLike[str], checkpoint_name: str = 
 
     The function reads this process's own file system, and checks the files' sizes but not their content.
     """
-    found = files.numbered(Path(directory), checkpoint_name)
-    return str(found[max(found)]) if found else None
+    paths = reversed(files.numbered(Path(directory), checkpoint_name).values())
+    return next((str(path) for path in paths if files.is_complete(path)), None)
 
 
 class CheckpointManager:
@@ -71,32 +71,36 @@ class CheckpointManager:
         self._max_to_keep = max_to_keep
         self._keep_every = keep_every
         self._name = checkpoint_name
-        self._numbers = on_chief(self._clean_up)
+        self._numbers, self._taken = on_chief(self._clean_up)  # those of complete checkpoints, and of all
 
-    def _clean_up(self) -> list[int]:
+    def _clean_up(self) -> tuple[list[int], list[int]]:
         if os.path.isdir(self.directory):
             with folder_locks.is_free_for_cleaning(self._path(0)) as free:
                 if free:
                     files.remove_unfinished(Path(self.directory), self._name)
-        return list(files.numbered(Path(self.directory), self._name))
+        return self._found()
 
-    def _acquire_folder(self) -> list[int]:
+    def _found(self) -> tuple[list[int], list[int]]:
+        found = files.numbered(Path(self.directory), self._name)
+        return [number for number, path in found.items() if files.is_complete(path)], list(found)
+
+    def _acquire_folder(self) -> tuple[list[int], list[int]]:
         """Acquire the folder's lock, and return the existing numbers: others may have saved before this program."""
         Path(self.directory).mkdir(parents=True, exist_ok=True)
         is_new = folder_locks.keep(self._path(0))
-        return list(files.numbered(Path(self.directory), self._name)) if is_new else self._numbers
+        return self._found() if is_new else (self._numbers, self._taken)
 
     def _path(self, number: int) -> Path:
         return Path(self.directory, f"{self._name}-{number}")
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the existing checkpoints, the oldest first."""
+        """The paths of the complete checkpoints, the oldest first."""
         return [str(self._path(number)) for number in self._numbers]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest checkpoint, for `checkpoint.restore`; None if there is none."""
+        """The path of the newest complete checkpoint, for `checkpoint.restore`; None if there is none."""
         return str(self._path(self._numbers[-1])) if self._numbers else None
 
     def save(self, checkpoint_number: int | None = None, *, wait: bool = True) -> str:
@@ -116,8 +120,8 @@ class CheckpointManager:
         """
         self.checkpoint._require_all_replicas()  # on every replica, before the replicas wait for each other
         self.checkpoint._finish()
-        self._numbers = on_chief(self._acquire_folder)
-        last = self._numbers[-1] if self._numbers else 0
+        self._numbers, self._taken = on_chief(self._acquire_folder)
+        last = self._taken[-1] if self._taken else 0
         number = last + 1 if checkpoint_number is None else int(checkpoint_number)
         if number < 0:
             raise OptionError(f"checkpoint_number={checkpoint_number!r}: give a whole number, 0 or more.")
@@ -127,6 +131,7 @@ class CheckpointManager:
         removed = [self._path(each) for each in doomed]
         path = self.checkpoint._write(lambda: self._path(number), wait, removed)
         self._numbers = [each for each in numbers if each not in doomed]
+        self._taken = sorted({*self._taken, number}.difference(doomed))
         return path
 
     def wait(self) -> None:
@@ -141,7 +146,7 @@ class CheckpointManager:
         on_chief(lambda: folder_locks.release_kept(self._path(0)))
 
     def restore_or_initialize(self) -> str | None:
-        """Restore the newest complete checkpoint. Damaged ones are skipped with a warning.
+        """Restore the newest complete checkpoint. Damaged ones are skipped with a warning, and never deleted.
 
         Returns:
             The path of the checkpoint, or None if there is none and the objects keep their initial state.
@@ -149,5 +154,5 @@ class CheckpointManager:
         Raises:
             CheckpointError: There are checkpoints but none is complete, or the newest lacks some objects.
         """
-        paths = [self._path(number) for number in reversed(self._numbers)]
+        paths = [self._path(number) for number in reversed(self._taken)]
         return self.checkpoint._restore(paths).path if paths else None

@@ -29,6 +29,10 @@ DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -102,8 +106,11 @@ def parse_header(file: Path, header: bytes) -> FileHeader:
         tensors = {}
         for name, facts in described.items():
             first, last = (len(header) + offset for offset in facts["data_offsets"])
-            tensors[name] = DTYPES.get(facts["dtype"], facts["dtype"]), tuple(facts["shape"]), (first, last)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            dtype, shape = DTYPES.get(facts["dtype"], facts["dtype"]), tuple(facts["shape"])
+            if dtype is torch.float4_e2m1fn_x2:
+                shape = (*shape[:-1], shape[-1] // 2)  # torch counts pairs of numbers
+            tensors[name] = dtype, shape, (first, last)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a safetensors file: its header is invalid ({error!r}).") from None
     for name, (dtype, shape, (first, last)) in tensors.items():
         if not isinstance(dtype, torch.dtype):

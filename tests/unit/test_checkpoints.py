@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -38,7 +39,10 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        bytes_ = torch.uint8 if one.dtype.itemsize == 1 else one.dtype  # torch compares no small floats
+        return torch.equal(one.view(bytes_), other.view(bytes_))
     if isinstance(one, (np.ndarray, np.generic)):
         return one.dtype == other.dtype and np.array_equal(one, other)
     return bool(one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other)))
@@ -50,6 +54,10 @@ TREES: dict[str, Any] = {
     "no JSON": {"nan": math.nan, "inf": -math.inf, "bytes": b"\x00\xff", "dtype": torch.bfloat16},
     "keys": {0: {"step": 1}, "$": 2, (1, "a"): 3, "a/b": torch.ones(1), "a": {"b": torch.zeros(1)}},
     "dtypes": [torch.ones(2, 3, dtype=each) for each in (torch.bfloat16, torch.float16, torch.int8, torch.bool)],
+    "small floats": [
+        torch.arange(12, dtype=torch.uint8).reshape(3, 4).view(getattr(torch, name))
+        for name in ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2", "float8_e5m2")
+    ],
     "unsigned": [torch.ones(2, dtype=each) for each in (torch.uint16, torch.uint32, torch.uint64)],
     "shapes": [torch.tensor(3.0), torch.empty(0, 3), torch.empty(2, 0)],
     "views": [base, base[2:5], base.reshape(3, 4).T, base.expand(2, 12), base],
@@ -76,6 +84,7 @@ REFUSED = {
     "a function": ({"model": {"f": print}}, "model/f"),
     "a set": ([{1}], "'0'"),
     "a sparse tensor": ({"s": torch.ones(2, 2).to_sparse()}, "'s'"),
+    "a dtype that files lack": ({"d": torch.empty(2, dtype=torch.bits8)}, "'d': it is a tensor of torch.bits8"),
     "objects": ({"o": np.array([None])}, "'o'"),
 }
 
@@ -203,6 +212,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty folder": (lambda path: (shutil.rmtree(path), path.mkdir()), "no checkpoint.json"),
     "foreign": (lambda path: (path / "checkpoint.json").write_text('{"epoch": 1}'), "not a checkpoint of distnb"),
     "no JSON": (lambda path: (path / "checkpoint.json").write_text('{"epoch": '), "not complete"),
+    "deep JSON": (lambda path: (path / "checkpoint.json").write_text("[" * 100_000), "not complete"),
+    "a folder as description": (
+        lambda path: ((path / "checkpoint.json").unlink(), (path / "checkpoint.json").mkdir()),
+        "not a checkpoint of distnb: checkpoint.json is not a file",
+    ),
+    "a pipe as description": (
+        lambda path: ((path / "checkpoint.json").unlink(), os.mkfifo(path / "checkpoint.json")),
+        "not a checkpoint of distnb: checkpoint.json is not a file",
+    ),
     "a newer version": (
         lambda path: (path / "checkpoint.json").write_text('{"format": "distnb checkpoint", "version": 9}'),
         "version 9",
@@ -243,6 +261,44 @@ def test_damaged_and_foreign_files_are_reported_and_the_newest_complete_checkpoi
     with pytest.warns(UserWarning, match="distnb uses an older checkpoint"):
         assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
     assert model.weight.item() == 1
+    again = distnb.CheckpointManager(manager.checkpoint, tmp_path)
+    number = 3 if newest.exists() else 2
+    if newest.exists():
+        torch.nn.init.zeros_(model.weight)
+        with pytest.warns(UserWarning, match="distnb uses an older checkpoint"):
+            assert again.restore_or_initialize() == str(tmp_path / "ckpt-1")
+        assert model.weight.item() == 1
+    assert again.save() == str(tmp_path / f"ckpt-{number}")
+    assert again.restore_or_initialize() == distnb.latest_checkpoint(tmp_path) == again.latest_checkpoint
+
+
+def test_damaged_checkpoints_alone_are_an_error_and_are_kept(tmp_path: Path) -> None:
+    checkpoint = distnb.Checkpoint(value=distnb.Variable(1))
+    first, second = [distnb.CheckpointManager(checkpoint, tmp_path).save() for _ in range(2)]
+    for path in first, second:
+        os.truncate(first_file(Path(path)), 100)
+    manager = distnb.CheckpointManager(checkpoint, tmp_path, max_to_keep=1)
+    assert manager.latest_checkpoint is None
+    with pytest.raises(CheckpointError, match=r"ckpt-2 is not complete"):
+        manager.restore_or_initialize()
+    assert manager.save() == str(tmp_path / "ckpt-3")
+    assert manager.save() == str(tmp_path / "ckpt-4")
+    assert sorted(path.name for path in tmp_path.glob("ckpt-*")) == ["ckpt-1", "ckpt-2", "ckpt-4"]
+    assert checkpoint.save(tmp_path / "ckpt") == str(tmp_path / "ckpt-5")
+
+
+@pytest.mark.parametrize("nbytes", [0, 100_000], ids=["in the description", "in the tensors"])
+def test_a_full_disk_is_reported_with_its_path(tmp_path: Path, nbytes: int) -> None:
+    tree = {"value": torch.zeros(nbytes, dtype=torch.uint8), "text": "" if nbytes else "x" * 100_000}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            files.write(tmp_path / "one", tree)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value.filename).startswith(str(tmp_path / ".one.unfinished-"))
+    assert not os.listdir(tmp_path)
 
 
 def test_a_path_without_its_number_is_completed_in_the_error(tmp_path: Path) -> None:
