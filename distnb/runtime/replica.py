@@ -82,8 +82,8 @@ class Spmd:
             strategy.spec.option("gradient_reduction", "sum"),
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
             in_replica=contexts.in_replica,
+            is_current=self._is_current,
             before_common_pass=self._before_common_pass,
-            after_pass=lambda reached: self.registration.average_statistics(reached),
         )
         self._shared: SharedVariables | None = None
         self._optimizers: SharedOptimizers | None = None
@@ -200,6 +200,10 @@ class Spmd:
     def before_optimizer(self) -> None:
         """Prepare for an optimizer of modules that the current scope may have made, on all replicas."""
 
+    def _is_current(self) -> bool:
+        innermost = contexts.innermost()
+        return innermost is not None and innermost[0] is self._strategy
+
     def _before_common_pass(self) -> None:
         innermost = contexts.innermost()
         if innermost is None or innermost[0] is self._strategy:
@@ -219,6 +223,8 @@ class Spmd:
                     group, self._sync.groups, self.registration.buffers(), steps_reported=self._steps_reported
                 )
                 note_versions(self._sync.groups, again=True)
+                self.registration.statistics.note()
+                self._sync.meet()
             self._steps_reported = False
 
     # Computing on replicas --------------------------------------------------------------------------------------
@@ -270,6 +276,8 @@ class Spmd:
                     streams.enter(rank)
                 with placed_on(process.device):
                     result = fn(*own_args, **own_kwargs)
+                if size > 1:
+                    self._sync.end_function()
                 failed = False
             except Exception as error:
                 if isinstance(error, TypeError):

@@ -222,16 +222,23 @@ def test_buffers_drift_unless_batch_norm_is_synchronised() -> None:
             torch.manual_seed(0)
             return Sequential(Linear(3, 4), BatchNorm1d(4), Linear(4, 1))
 
-        # Buffers are the replicas' own: no backward pass follows.
+        class Last(Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("seen", torch.zeros(1))
+            def forward(self, x):
+                self.seen.copy_(x.mean(0))
+
+        # Buffers are the replicas' own, unless they are statistics of a batch norm.
         with strategy.scope():
-            plain = Sequential(BatchNorm1d(1, momentum=1.0))
+            plain = Sequential(Last())
         batch = strategy.distribute_values_from_function(
             lambda context: torch.tensor([[0.0], [2.0]]) + 10 * context.replica_id_in_sync_group)
         strategy.run(plain, args=(batch,))
-        result["saved"] = plain.state_dict()["0.running_mean"].tolist()
-        result["reduced"] = strategy.reduce("mean", plain[0].running_mean, axis=None).tolist()
+        result["saved"] = plain.state_dict()["0.seen"].tolist()
+        result["reduced"] = strategy.reduce("mean", plain[0].seen, axis=None).tolist()
         plain.load_state_dict(strategy.broadcast(plain.state_dict()))
-        result["restored"] = plain[0].running_mean.tolist()
+        result["restored"] = plain[0].seen.tolist()
 
         # Uneven slices, against one replica that sees everything.
         with strategy.scope():
@@ -344,6 +351,103 @@ def test_the_backward_pass_averages_running_statistics() -> None:
         for what in ("means", "evaluated", "together"):
             assert one[what] == found[0][what]
     assert found[1]["own"] != found[0]["own"]
+
+
+def test_running_statistics_are_averaged_wherever_a_norm_is() -> None:
+    """Compare the statistics in many positions with the mean of plain copies', one for each replica."""
+    found = ranks(
+        """
+        from torch.nn import BatchNorm1d, InstanceNorm1d, Linear, Sequential
+
+        class Whole(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.head = BatchNorm1d(2), Linear(2, 1)
+
+        make = {
+            "frozen": lambda: BatchNorm1d(2).requires_grad_(False),
+            "without parameters": lambda: BatchNorm1d(2, affine=False),
+            "within": lambda: Sequential(Linear(2, 2), BatchNorm1d(2)).requires_grad_(False),
+            "instance": lambda: Sequential(torch.nn.Unflatten(0, (2, 2)), InstanceNorm1d(2, track_running_stats=True),
+                                           torch.nn.Flatten(0, 1)),
+            "cumulative": lambda: BatchNorm1d(2, momentum=None),
+        }
+        torch.manual_seed(0)
+        with strategy.scope():
+            bodies = {name: made() for name, made in make.items()}
+            whole, grows, head = Whole(), Sequential(Linear(2, 2)), Linear(2, 1)
+        bodies["body of a freed model"] = whole.body
+        del whole
+        grows.append(BatchNorm1d(2, affine=False))
+        bodies["added later"] = grows
+        import copy
+        copies = {name: [copy.deepcopy(body) for _ in range(n)] for name, body in bodies.items()}
+        slices = torch.randn(n, 4, 2, generator=torch.Generator().manual_seed(1)) + 3
+
+        def compare(how):
+            for name, body in bodies.items():
+                there = dict(body.named_buffers())
+                expected = [dict(copied.named_buffers()) for copied in copies[name]]
+                for key in (key for key in there if "running" in key):
+                    mean = torch.stack([each[key] for each in expected]).mean(0)
+                    if not torch.allclose(there[key], mean, rtol=1e-5):
+                        result.setdefault("wrong", []).append((how, name, key))
+
+        def step(name, use):
+            with torch.set_grad_enabled(use != "no gradient"):
+                loss = head(bodies[name](slices[me])).sum()
+            if use == "backward":
+                loss.backward()
+            elif use == "no_sync":
+                with strategy.no_sync():
+                    loss.backward()
+        for use in ("backward", "no gradient", "no_sync", "backward"):
+            for name in bodies:
+                strategy.run(step, args=(name, use))
+                for copied, part in zip(copies[name], slices):
+                    copied(part)
+            compare(use)
+            for each in (head, *bodies.values()):
+                each.zero_grad()
+
+        def on_some():
+            loss = head(slices[me]).sum()
+            if me == 1:
+                loss = loss + head(bodies["frozen"](slices[me])).sum()
+            loss.backward()
+        for copied in copies["frozen"]:
+            copied.load_state_dict(bodies["frozen"].state_dict())
+        strategy.run(on_some)
+        copies["frozen"][1](slices[1])
+        compare("on some replicas")
+        strategy.assert_in_sync([body.state_dict()[key] for body in bodies.values() for key in body.state_dict()
+                                 if "running" in key])
+
+        # A single model, whose norm only some replicas run in some passes.
+        class Branched(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.head = BatchNorm1d(2), Linear(2, 1)
+            def forward(self, x, normed):
+                return self.head(self.norm(x) if normed else x)
+
+        single = distnb.MirroredStrategy(check_mean_loss=False, gradient_reduction="mean")
+        with single.scope():
+            model = Branched()
+        for number, users in enumerate([{0, 1, 2}, set(), {1}, {0, 2}, set(), {0, 1, 2}]):
+            copied = [copy.deepcopy(model) for _ in range(n)]
+            single.run(lambda: model(slices[me], me in users).sum().backward())
+            mean = torch.stack([
+                (each(part, rank in users), each.norm.running_mean)[1]
+                for rank, (each, part) in enumerate(zip(copied, slices))
+            ]).mean(0)
+            if not torch.allclose(model.norm.running_mean, mean, rtol=1e-5):
+                result.setdefault("wrong", []).append(("a branch", number))
+        """,
+        n=3,
+    )
+    for one in found:
+        assert "wrong" not in one, one
 
 
 def test_batch_norms_trained_on_one_replica_only_are_named() -> None:

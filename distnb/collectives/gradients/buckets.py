@@ -149,6 +149,7 @@ class BucketPlan:
     Attributes:
         sparse: The parameters whose gradients are sparse, and therefore gathered, not packed.
         version: The layout version of the (first) group.
+        identity: The identity of the (first) group.
         launched: Number of buckets that have started in this pass, always the first ones.
     """
 
@@ -161,6 +162,7 @@ class BucketPlan:
         members = [(group, place) for group in groups for place in group.slots]
         self.sparse = [(group, place) for group, place in members if group.slots[place].sparse]
         self.version = groups[0].layout_version
+        self.identity = groups[0].identity
         self.launched = 0
         self._start = start
         salt = groups[0].identity[1] % _SALTS if start is not None else 0

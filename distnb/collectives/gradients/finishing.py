@@ -53,6 +53,9 @@ def _contributions(
     members: Sequence[Member], aggregation: Aggregation, scale: float
 ) -> dict[Member, torch.Tensor | None]:
     """Return this replica's part of each gradient: zeros if only other replicas have one, None if no replica has."""
+    members = [(group, place) for group, place in members if place in group.slots]  # not those that are gone since
+    if not members:
+        return {}
     own = [group.contribution(place, group.params[place].grad, scale) for group, place in members]
     slots = [group.slots[place] for group, place in members]
     used = torch.tensor([gradient is not None for gradient in own], dtype=torch.int64, device=slots[0].device)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -28,12 +28,15 @@ from distnb.collectives.gradients.parameter_groups import (
     find_mirror,
     refuse_wrapping,
 )
+from distnb.collectives.gradients.pass_reports import Report, all_equal, digest_of, exchange
 from distnb.collectives.gradients.replica_comparison import agree, check_equal
 from distnb.collectives.gradients.replicated_steps import current_step
 from distnb.collectives.verify import callsite
 from distnb.errors import GradientError, OptionError
 
-__all__ = ["GradientSync"]
+__all__ = ["GradientSync", "Statistics"]
+
+_NOTHING = digest_of((), ())
 
 
 @dataclass
@@ -45,6 +48,10 @@ class _Pass:
         equal: Whether all replicas compute the same in it, so that nothing is summed.
         mean_loss: The error to raise if the pass reaches mirrored parameters, because its loss is a mean; else None.
         scale: Multiplies this replica's gradients.
+        is_current: Whether the pass belongs to a function that this strategy runs.
+        is_reported: Whether the replicas exchange reports about the pass (see `pass_reports`).
+        started: With reports: the plans whose buckets all replicas have started during the pass, in that order.
+        is_divided: With reports: whether the replicas may reach different groups, so that nothing more starts early.
     """
 
     aggregation: Aggregation
@@ -53,15 +60,46 @@ class _Pass:
     create_graph: bool
     mean_loss: GradientError | None
     scale: float
+    is_current: bool
+    is_reported: bool
+    started: list[BucketPlan] = field(default_factory=list)
+    is_divided: bool = False
 
 
 @dataclass
 class _Entry:
-    """The gradients that one kind of pass reduces, as agreed between the replicas."""
+    """The gradients that one kind of pass reduces, and the models whose statistics it averages, as agreed."""
 
     groups: tuple[ParameterGroup, ...]
     versions: list[int]
     plans: list[BucketPlan]
+    models: list[Identity]
+
+
+class Statistics(Protocol):
+    """Statistics that forward passes change, on each replica with its own examples."""
+
+    def changed(self) -> tuple[Identity, ...]:
+        """Return the models whose statistics have changed on this replica since the last average."""
+
+    def average(self, models: Sequence[Identity]) -> None:
+        """Set the statistics of these models to their mean over the replicas. All replicas call this."""
+
+    def living(self) -> set[Identity]:
+        """Return the models with statistics that exist on this replica."""
+
+
+class NoStatistics:
+    """The statistics of a strategy whose models have none."""
+
+    def changed(self) -> tuple[Identity, ...]:
+        return ()
+
+    def average(self, models: Sequence[Identity]) -> None:
+        pass
+
+    def living(self) -> set[Identity]:
+        return set()
 
 
 class GradientSync:
@@ -76,12 +114,14 @@ class GradientSync:
         check_mean_loss: With "sum", whether to raise MeanLossError if a loss is a mean.
         in_replica: Returns whether a pass that begins now is one replica's part of a step. Otherwise all replicas
             compute the same, and nothing is summed.
+        is_current: Returns whether a replica context of this strategy is the innermost one.
         before_common_pass: Called before a pass in which all replicas compute the same. It may register parameters.
-        after_pass: Called at the end of each pass that aggregated, with the keys (see `register`) of the groups that it
-            reached. The keys are the same on every replica.
 
     Attributes:
+        statistics: The statistics of the strategy's models, which each aggregated pass averages.
         groups: The parameter groups, in the order of their creation.
+        models: The models with parameters to train or with statistics. It has the same content on all replicas, so it
+            may include models that a replica has freed.
     """
 
     def __init__(
@@ -91,21 +131,23 @@ class GradientSync:
         *,
         check_mean_loss: bool = True,
         in_replica: Callable[[], bool] = lambda: True,
+        is_current: Callable[[], bool] = lambda: True,
         before_common_pass: Callable[[], None] = lambda: None,
-        after_pass: Callable[[Sequence[object]], None] = lambda reached: None,
     ) -> None:
         if reduction not in ("sum", "mean"):
             raise OptionError(f"gradient_reduction={reduction!r}: write 'sum' or 'mean'.")
         self._aggregation = aggregation
         self._reduction = reduction
         self._before_common_pass = before_common_pass
-        self._after_pass = after_pass
+        self.statistics: Statistics = NoStatistics()
         self._in_replica = in_replica
+        self._is_current = is_current
         self._mean_loss = MeanLossCheck() if check_mean_loss and reduction == "sum" else None
         self.groups: list[ParameterGroup] = []
+        self.models: set[Identity] = set()
         self._by_key: weakref.WeakKeyDictionary[object, ParameterGroup] = weakref.WeakKeyDictionary()
-        self._entries: dict[tuple[ParameterGroup, ...], _Entry] = {}
-        self._varying: list[_Entry] = []
+        self._identities: weakref.WeakKeyDictionary[object, Identity] = weakref.WeakKeyDictionary()
+        self._entries: dict[tuple[int, ...], _Entry] = {}  # by what each replica has reached, as digests
         self._overlapped: dict[ParameterGroup, BucketPlan] = {}
         self._pass: _Pass | None = None
         self._unsynced = False
@@ -129,19 +171,18 @@ class GradientSync:
         """
         if find_mirror(parameter) is not None:
             return
+        identity = self.identify(key, None if at is None else at[0])
         group = self._by_key.get(key)
         if group is None:
-            self._enter_generation(self._aggregation())
-            self._made += at is None
             owner = weakref.ref(self)
 
             def drop(group: ParameterGroup) -> None:
                 if (sync := owner()) is not None:
                     sync._drop([group])
 
-            identity = (self._generation or 0, self._made) if at is None else at[0]
-            group = ParameterGroup(self, identity, key, drop)
-            self._by_key[key] = group
+            group = self._by_key[key] = ParameterGroup(self, identity, key, drop)
+        if parameter.requires_grad:
+            self.models.add(identity)
         if group not in self.groups:
             self.groups.append(group)
         group.append(parameter, None if at is None else at[1])
@@ -171,10 +212,26 @@ class GradientSync:
         """
         self._slice = None if n is None or total is None else (n, total)
 
-    def identity_of(self, key: Any) -> Identity | None:
-        """Return the identity of a key's group, which is the same on all replicas, or None."""
-        group = self._by_key.get(key)
-        return None if group is None else group.identity
+    def identify(self, key: Any, identity: Identity | None = None) -> Identity:
+        """Return the identity of a key, which is the same on all replicas.
+
+        A new key gets a new identity. All replicas must identify new keys in the same order. On a replica that replaces
+        a lost one, a key gets the identity that it has on the others.
+        """
+        known = self._identities.get(key)
+        if known is None:
+            if identity is None:
+                self._enter_generation(self._aggregation())
+                self._made += 1
+                identity = (self._generation or 0, self._made)
+            known = self._identities[key] = identity
+        return known
+
+    def meet(self) -> None:
+        """Begin with the other replicas in a new generation of the group. All of them must call this."""
+        living = {group.identity for group in self.groups if group.is_trained}
+        gathered = self._aggregation().group.all_gather_object(sorted(living | self.statistics.living()))
+        self.models = {identity for theirs in gathered for identity in theirs}
 
     def changed_by_hand(self) -> dict[str, int]:
         """Return the parameters that were changed since the last call other than by an optimizer's step, with
@@ -205,6 +262,11 @@ class GradientSync:
         """True if there is more than one replica."""
         return self._aggregation().group.size > 1
 
+    def end_function(self) -> None:
+        """Average statistics that a function of `strategy.run` has changed without a backward pass."""
+        if changed := self.statistics.changed():
+            self.statistics.average(changed)
+
     def detach(self) -> None:
         """Release all parameters. Their gradients are local again."""
         BACKWARD_PASSES.stop_listening(self)
@@ -212,6 +274,8 @@ class GradientSync:
             group.forget()
         self._drop(list(self.groups))
         self._by_key.clear()
+        self._identities.clear()
+        self.models.clear()
 
     # What autograd calls -------------------------------------------------------------------------------------
 
@@ -221,24 +285,28 @@ class GradientSync:
         if not self._in_replica():
             self._before_common_pass()
         aggregation = self._aggregation()
-        if not self.groups or aggregation.group.size == 1:
+        if not (self.groups or self.models) or aggregation.group.size == 1:
             return
         self._enter_generation(aggregation)
         size, equal, mean_loss = aggregation.group.size, not self._in_replica(), None
-        if not equal:
+        if not equal and self.groups:
             mean_loss = self.mean_loss_of(roots)
         for group in self.groups:
-            version = group.layout_version
-            group.begin_pass()
-            if group in self._overlapped and group.layout_version != version:
-                self._forget_entries([group])
+            if group.begin_pass() and group.is_trained:
+                self.models.add(group.identity)
+            plan = self._overlapped.get(group)
+            if plan is not None and plan.version != group.layout_version:
+                self._detach_plan(group)
+        synced, is_current = not self._unsynced, not equal and self._is_current()
         self._pass = _Pass(
             aggregation=aggregation,
-            synced=not self._unsynced,
+            synced=synced,
             equal=equal,
             create_graph=create_graph,
             mean_loss=mean_loss,
             scale=self.scale(size),
+            is_current=is_current,
+            is_reported=synced and is_current and len(self.models) > 1,
         )
 
     def mean_loss_of(self, roots: Sequence[Any]) -> GradientError | None:
@@ -260,24 +328,22 @@ class GradientSync:
         if this is None:
             return
         touched = tuple([group for group in self.groups if self._is_touched(group)])
-        reached: Sequence[ParameterGroup] = ()
-        if touched:
-            if this.mean_loss is not None:
-                raise this.mean_loss
-            if this.equal:
-                check_equal(this.aggregation.group, touched, str(callsite.current()))
-                keep_equal(touched)
-                self._count(touched)
-            elif this.synced:
-                reached = self._reduce(this, touched)
-                self._count(reached)
-            else:
-                keep_local(touched, this.scale)
+        if touched and this.mean_loss is not None:
+            raise this.mean_loss
+        models: Sequence[Identity] = ()
+        if this.synced and not this.equal:
+            models = self._reduce(this, touched)
+        elif touched and this.equal:
+            check_equal(this.aggregation.group, touched, str(callsite.current()))
+            keep_equal(touched)
+            self._count(touched)
+        elif touched:
+            keep_local(touched, this.scale)
         for group in self.groups:
             group.end_pass()
         self._pass = None
-        if reached:
-            self._after_pass([key for group in reached if (key := group.key()) is not None])
+        if models:
+            self.statistics.average(models)
 
     def _is_touched(self, group: ParameterGroup) -> bool:
         plan = self._overlapped.get(group)
@@ -297,9 +363,8 @@ class GradientSync:
         """Restore the gradients to those before the pass that failed."""
         for group in self.groups:
             group.end_pass(failed=True)
-        for entry in self._entries.values():
-            for plan in entry.plans:
-                plan.reset()
+        for plan in [*self._overlapped.values(), *(plan for entry in self._entries.values() for plan in entry.plans)]:
+            plan.reset()
         self._pass = None
 
     def reached(self, inputs: Sequence[Any], gradients: Sequence[Any] | None) -> None:
@@ -307,41 +372,75 @@ class GradientSync:
 
     # The pass, step by step ----------------------------------------------------------------------------------
 
-    def _reduce(self, this: _Pass, touched: tuple[ParameterGroup, ...]) -> Sequence[ParameterGroup]:
-        entry = self._entries.get(touched)
+    def _reduce(self, this: _Pass, touched: tuple[ParameterGroup, ...]) -> Sequence[Identity]:
+        """Reduce the gradients that the pass made on any replica. Return the models whose statistics to average."""
+        changed = self.statistics.changed() if this.is_current else ()
+        if this.is_current and not this.is_reported and touched:
+            changed = tuple(self.statistics.living())  # of the single model, even if only other replicas changed them
+        mine = digest_of(tuple(group.identity for group in touched), changed)
+        if this.is_reported:
+            reached = self._report_end(this, mine)
+        else:
+            reached = (mine,)  # with a single model, all replicas reach the same
+            self._forget_entries(self._outdated())
+        if set(reached) == {_NOTHING}:
+            return ()
+        entry = self._entries.get(reached)
         if entry is None:
-            entry = next((each for each in self._varying if set(touched) <= set(each.groups)), None)
-        if entry is None or entry.versions != [group.layout_version for group in entry.groups]:
-            entry = self._agree(this, touched)
+            entry = self._entries[reached] = self._agree(this, touched, changed)
         for plan in entry.plans:
-            if not this.create_graph:
+            if not this.create_graph and plan not in this.started:
                 plan.start_rest(this.aggregation, this.scale)
         for plan in entry.plans:
             (finish_with_graph if this.create_graph else finish)(plan, this.aggregation, this.scale)
-        return entry.groups
+        if entry.groups:
+            self._count(entry.groups)
+        return entry.models
 
-    def _agree(self, this: _Pass, touched: tuple[ParameterGroup, ...]) -> _Entry:
-        for group in self.groups:
-            group.lay_out()
-        groups, alike = agree(this.aggregation.group, self.groups, touched, str(callsite.current()))
+    def _report_end(self, this: _Pass, mine: int) -> tuple[int, ...]:
+        """Report the end of the pass, and wait for the others' reports. Return digests of what each replica reached."""
+        for plan in this.started:
+            plan.start_rest(this.aggregation, this.scale)
+        living = self.models & ({group.identity for group in self.groups} | self.statistics.living())
+        outdated = self._outdated()
+        report = Report(
+            ended=True,
+            models=mine,
+            outdated=digest_of(tuple(group.identity for group in outdated)),
+            living=len(living),
+        )
+        while True:
+            reports = exchange(this.aggregation.group, report)
+            if all(each.ended for each in reports):
+                break
+        is_alike = len({each.outdated for each in reports}) == 1
+        self._forget_entries(outdated if is_alike else self.groups, but=this.started)
+        if mine != _NOTHING and all_equal(reports) and all(each.living == 1 for each in reports):
+            self.models = living  # all others are freed on every replica
+        return tuple(each.models for each in reports)
+
+    def _outdated(self) -> list[ParameterGroup]:
+        """Return the groups that were frozen, cast or extended since the replicas agreed on them."""
+        versions = {
+            group: group.layout_version == version
+            for entry in self._entries.values()
+            for group, version in zip(entry.groups, entry.versions, strict=True)
+        }
+        return [group for group in self.groups if not versions.get(group, True)]
+
+    def _agree(self, this: _Pass, touched: Sequence[ParameterGroup], changed: tuple[Identity, ...]) -> _Entry:
+        groups, models = agree(this.aggregation.group, self.groups, touched, changed, str(callsite.current()))
         packs = this.aggregation.packs
         large = [group for group in groups if this.aggregation.is_groups_own and large_packs(group)]
         plans = [self._overlapped_plan(group, packs) for group in large]
         if small := [group for group in groups if group not in large]:
             plans.append(BucketPlan(small, packs))
-        entry = _Entry(tuple(groups), [group.layout_version for group in groups], plans)
-        if not alike:
-            # In each pass a replica may reach any of these groups: all such passes count as one kind from now on.
-            self._varying.append(entry)
-            self._entries = {key: known for key, known in self._entries.items() if not set(key) <= set(groups)}
-        self._entries[touched] = entry
-        return entry
+        return _Entry(tuple(groups), [group.layout_version for group in groups], plans, models)
 
     def _overlapped_plan(self, group: ParameterGroup, packs: Packs) -> BucketPlan:
         plan = self._overlapped.get(group)
         if plan is None or plan.version != group.layout_version:
-            if plan is not None:
-                plan.detach()
+            self._detach_plan(group)
             divided = large_packs(group) if packs == Packs() else packs
             plan = self._overlapped[group] = BucketPlan([group], divided or packs, self._start)
         return plan
@@ -350,10 +449,23 @@ class GradientSync:
         this = self._pass
         if this is None or not this.synced or this.equal or this.create_graph or this.mean_loss is not None:
             return False  # nothing is summed before the pass has ended
-        if BACKWARD_PASSES.nesting_seen:
+        if BACKWARD_PASSES.nesting_seen or (this.is_reported and not self._may_start(this, plan)):
             return False
         plan.start_bucket(bucket, this.aggregation, this.scale)
         return True
+
+    def _may_start(self, this: _Pass, plan: BucketPlan) -> bool:
+        """Return whether all replicas start the plan's buckets now. They report it before the first one."""
+        if plan in this.started:
+            return True
+        if this.is_divided or any(other.launched < len(other.buckets) for other in this.started):
+            this.is_divided = True
+            return False
+        reports = exchange(this.aggregation.group, Report(ended=False, models=digest_of((plan.identity,))))
+        this.is_divided = not all_equal(reports)
+        if not this.is_divided:
+            this.started.append(plan)
+        return not this.is_divided
 
     # Bookkeeping ---------------------------------------------------------------------------------------------
 
@@ -361,14 +473,18 @@ class GradientSync:
         self.groups = [group for group in self.groups if group not in groups]
         self._forget_entries(groups)
 
-    def _forget_entries(self, groups: Sequence[ParameterGroup]) -> None:
+    def _forget_entries(self, groups: Sequence[ParameterGroup], but: Sequence[BucketPlan] = ()) -> None:
+        """Forget the agreements on these groups, and stop starting their buckets early except those under way."""
         gone = set(groups)
-        self._entries = {key: entry for key, entry in self._entries.items() if gone.isdisjoint((*key, *entry.groups))}
-        self._varying = [entry for entry in self._varying if gone.isdisjoint(entry.groups)]
+        self._entries = {key: entry for key, entry in self._entries.items() if gone.isdisjoint(entry.groups)}
         for group in groups:
-            plan = self._overlapped.pop(group, None)
-            if plan is not None:
-                plan.detach()
+            if self._overlapped.get(group) not in but:
+                self._detach_plan(group)
+
+    def _detach_plan(self, group: ParameterGroup) -> None:
+        plan = self._overlapped.pop(group, None)
+        if plan is not None:
+            plan.detach()
 
     def _enter_generation(self, aggregation: Aggregation) -> None:
         generation = aggregation.group.generation
@@ -377,5 +493,6 @@ class GradientSync:
             self._generation = generation
             self._made = 0
             self._forget_entries(self.groups)
+            self._entries.clear()
             for group in self.groups:
                 group.checked = False

@@ -12,7 +12,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from distnb.collectives.algorithms.flat_packs import Slot
-from distnb.collectives.digests import digest
 from distnb.compat import patches
 from distnb.errors import GradientError
 
@@ -193,6 +192,11 @@ class ParameterGroup:
         for identity in [identity for identity, mirror in _mirrors.items() if mirror.group is self]:
             del _mirrors[identity]
 
+    @property
+    def is_trained(self) -> bool:
+        """True if any parameter requires a gradient."""
+        return any(parameter.requires_grad for each in self.references if (parameter := each()) is not None)
+
     def living(self) -> list[tuple[int, torch.nn.Parameter]]:
         """Return the parameters that exist, with their places."""
         found = [(place, reference()) for place, reference in enumerate(self.references)]
@@ -200,8 +204,8 @@ class ParameterGroup:
 
     # During a pass ---------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """Hold the parameters, move existing gradients aside, and detect changes since the last pass."""
+    def begin_pass(self) -> bool:
+        """Hold the parameters and move existing gradients aside. Return whether they changed since the last pass."""
         found = [reference() for reference in self.references]
         params: list[Any] = [_GONE if parameter is None else parameter for parameter in found]
         self.params = params
@@ -214,14 +218,11 @@ class ParameterGroup:
         state = [(parameter.requires_grad, parameter.dtype, type(parameter)) for parameter in params]
         if any(parameter is None for parameter in found):
             state = [(known if p is _GONE else new) for p, new, known in zip_longest(params, state, self._state)]
-        if state != self._state:  # frozen, thawed, cast, materialised
-            self._state = state
-            self.layout_version += 1
-
-    def values(self) -> dict[int, int]:
-        """Return digests of the parameters that take part in a running pass, by place."""
-        present = [(place, self.params[place]) for place in self.slots]
-        return {place: digest(parameter) for place, parameter in present if parameter is not _GONE}
+        if state == self._state:
+            return False
+        self._state = state
+        self.layout_version += 1  # parameters are new, or were frozen, thawed, cast or materialised
+        return True
 
     def fresh(self) -> list[torch.Tensor | None]:
         """Return the gradients that a pass made, by place."""
@@ -248,20 +249,24 @@ class ParameterGroup:
 
     # Layout ----------------------------------------------------------------------------------------------
 
-    def lay_out(self) -> None:
-        """Lay out the parameters that take part, according to their state after a pass."""
+    def lay_out(self) -> dict[int, Slot]:
+        """Return the layout of each gradient that can take part here, by place, after a pass."""
         slots = {}
         for place, parameter in enumerate(self.params):
             gradient, known = parameter.grad, self.slots.get(place)
-            if parameter is _GONE:
-                if known is not None:
-                    slots[place] = known
-                continue
-            if is_lazy(parameter) or not (parameter.requires_grad or gradient is not None):
+            if parameter is _GONE or is_lazy(parameter) or not (parameter.requires_grad or gradient is not None):
                 continue
             sparse = (gradient is not None and gradient.is_sparse) or (known is not None and known.sparse)
             slots[place] = Slot.like(parameter.detach(), sparse=sparse)
+        return slots
+
+    def agree(self, slots: dict[int, Slot]) -> None:
+        """Adopt the layout of all replicas, in which parameters may take part that are gone here."""
         self.slots = slots
+        self.checked = True
+        missing = max(slots, default=-1) + 1 - len(self.references)
+        self.references += [_nothing] * missing
+        self.params += [_GONE] * missing
 
     def scan(self) -> tuple[bool, bool]:
         """Return whether a pass made gradients, and whether there are slots for all of them."""

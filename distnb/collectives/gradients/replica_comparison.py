@@ -1,18 +1,21 @@
 """The comparison of the replicas' backward passes: the groups that they reach, and the gradients outside `run`.
 
-A pass is identified by the set of parameter groups that it reached. The first pass of each kind compares that set and
-the groups' layouts across the replicas; later passes need no comparison. A group that only some replicas reached joins
-the pass of all, with zeros on the others.
+A pass is identified by the parameter groups that each replica reached, and by the models whose statistics its forward
+passes changed. The first pass of each kind compares these, and the groups' layouts, across the replicas; later passes
+need no comparison. A group that only some replicas reached joins the pass of all, with zeros on the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from distnb.accelerators import torch_device
+from distnb.collectives.algorithms.flat_packs import Slot
+from distnb.collectives.digests import digest
 from distnb.collectives.gradients.parameter_groups import Identity, ParameterGroup
 from distnb.errors import GradientError, UnsyncedGradientError
 
@@ -21,8 +24,21 @@ if TYPE_CHECKING:
 
 __all__ = ["agree", "check_equal"]
 
-# (place, shape, stride, dtype, type of device)
-Layout = tuple[tuple[int, tuple[int, ...], tuple[int, ...] | None, str, str], ...]
+
+class _Layout(NamedTuple):
+    """The layout of one gradient, comparable across replicas."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: str
+
+    def slot(self, device: torch.device, *, sparse: bool) -> Slot:
+        """Return the slot of this gradient on a replica with this device."""
+        return Slot(
+            self.shape, self.dtype, torch.device("cpu") if self.device == "cpu" else device, self.stride, sparse
+        )
+
 
 _TOLERANCE = 1e-5  # relative to a gradient's norm: the last bits of a sum differ between processors
 
@@ -33,7 +49,12 @@ class _Proposal:
 
     place: str
     touched: tuple[Identity, ...]
-    layouts: dict[Identity, Layout]
+    changed: tuple[Identity, ...]
+    """The models whose statistics have changed."""
+    layouts: dict[Identity, dict[int, _Layout]]
+    """The gradients that take part, by group and place."""
+    frozen: dict[Identity, set[int]]
+    """Places whose parameters exist and take no part."""
     sparse: dict[Identity, set[int]]
     """Places whose gradients are sparse."""
     values: dict[Identity, dict[int, int]]
@@ -41,85 +62,117 @@ class _Proposal:
 
 
 def agree(
-    replicas: Group, groups: Sequence[ParameterGroup], touched: Sequence[ParameterGroup], place: str
-) -> tuple[list[ParameterGroup], bool]:
-    """Return the groups, with layouts, that a pass reduces if it reached the groups `touched` on this replica.
+    replicas: Group,
+    groups: Sequence[ParameterGroup],
+    touched: Sequence[ParameterGroup],
+    changed: tuple[Identity, ...],
+    place: str,
+) -> tuple[list[ParameterGroup], list[Identity]]:
+    """Return the groups, with layouts, that a pass reduces, and the models whose statistics it averages.
 
-    Returns:
-        The groups, in the same order on all replicas; and whether the pass reached all of them on every replica.
+    Both are in the same order on all replicas.
+
+    Args:
+        replicas: The replicas.
+        groups: The strategy's groups.
+        touched: The groups that the pass reached on this replica.
+        changed: The models whose statistics have changed on this replica.
+        place: The line of the pass, for errors.
 
     Raises:
         GradientError: The replicas' models differ.
     """
+    laid_out = {group.identity: group.lay_out() for group in groups}
     mine = _Proposal(
         place=place,
         touched=tuple(group.identity for group in touched),
-        layouts={group.identity: _layout(group) for group in groups},
-        sparse={group.identity: {place for place, slot in group.slots.items() if slot.sparse} for group in groups},
-        values={group.identity: group.values() for group in touched if not group.checked},
+        changed=changed,
+        layouts={
+            identity: {place: _layout(slot) for place, slot in slots.items()} for identity, slots in laid_out.items()
+        },
+        frozen={
+            group.identity: {place for place, _ in group.living() if place not in laid_out[group.identity]}
+            for group in groups
+        },
+        sparse={
+            identity: {place for place, slot in slots.items() if slot.sparse} for identity, slots in laid_out.items()
+        },
+        values={
+            group.identity: {place: digest(group.params[place]) for place in laid_out[group.identity]}
+            for group in touched
+            if not group.checked
+        },
     )
     proposals = cast("list[_Proposal]", replicas.all_gather_object(mine))
     reached = sorted({identity for proposal in proposals for identity in proposal.touched})
     own = {group.identity: group for group in groups}
-    found = [_agreed(own.get(identity), proposals, identity) for identity in reached]
-    alike = all(len(proposal.touched) == len(found) for proposal in proposals)
-    return found, alike
+    found = [_agreed(replicas, own.get(identity), proposals, identity) for identity in reached]
+    return found, sorted({identity for proposal in proposals for identity in proposal.changed})
 
 
-def _agreed(group: ParameterGroup | None, proposals: Sequence[_Proposal], identity: Identity) -> ParameterGroup:
-    """Return one group, after the comparison of its layouts and values on all replicas."""
+def _agreed(
+    replicas: Group, group: ParameterGroup | None, proposals: Sequence[_Proposal], identity: Identity
+) -> ParameterGroup:
+    """Return one group, after the comparison of its layouts and values on all replicas.
+
+    A parameter takes part if it exists on any replica. It may be gone on others, whose garbage collectors have run, or
+    which got copies of the model after a layer was replaced.
+    """
     where = _where(proposals)
-    layouts = [proposal.layouts.get(identity) for proposal in proposals]
-    missing = [rank for rank, layout in enumerate(layouts) if layout is None]
+    missing = [rank for rank, proposal in enumerate(proposals) if identity not in proposal.layouts]
     if missing or group is None:
         raise GradientError(
             f"A backward pass reached {group.description if group else 'a model'} on some replicas only, and "
             f"replica {', '.join(map(str, missing))} never made it. {where} Make every model on all replicas, in a "
             "scope that all of them enter."
         )
-    first = cast("Layout", layouts[0])
-    for rank, layout in enumerate(layouts):
-        if layout != first:
-            raise GradientError(
-                f"The gradients of {group.description} do not look alike on all replicas: "
-                f"{_difference(first, cast('Layout', layout), rank)}. {where} Give the model the same shapes and "
-                "dtypes, and freeze the same parameters, on every replica."
-            )
+    layouts = _common_layouts(group, proposals)
     gathered = {
         rank: proposal.values[identity] for rank, proposal in enumerate(proposals) if identity in proposal.values
     }
     reference = min(gathered, default=0)
     for rank, values in gathered.items():
-        unlike = [place for place, value in values.items() if value != gathered[reference].get(place, value)]
-        if unlike:
+        differing = [place for place, value in values.items() if value != gathered[reference].get(place, value)]
+        if differing:
             raise GradientError(
-                f"Parameter {unlike[0]} of {group.description} has other values on replica {rank} than on replica "
+                f"Parameter {differing[0]} of {group.description} has other values on replica {rank} than on replica "
                 f"{reference}, so training would drift apart. {where} It was changed on some replicas only. Load the "
                 "same state on every replica (model.load_state_dict in a distributed cell), or make the model again in "
                 "the scope."
             )
     sparse = set().union(*(proposal.sparse[identity] for proposal in proposals))
-    group.slots = {place: replace(slot, sparse=place in sparse) for place, slot in group.slots.items()}
-    group.checked = True
+    there = torch_device(replicas.device)
+    group.agree({place: layout.slot(there, sparse=place in sparse) for place, layout in sorted(layouts.items())})
     return group
 
 
-def _layout(group: ParameterGroup) -> Layout:
-    return tuple(
-        (place, slot.shape, slot.stride, str(slot.dtype), slot.device.type) for place, slot in group.slots.items()
-    )
+def _common_layouts(group: ParameterGroup, proposals: Sequence[_Proposal]) -> dict[int, _Layout]:
+    """Return the layouts of the gradients that take part on any replica, by place. Raise if any two differ."""
+    found: dict[int, tuple[int, _Layout | None]] = {}  # the first replica with this parameter, and the layout there
+    identity = group.identity
+    for rank, proposal in enumerate(proposals):
+        frozen = dict.fromkeys(proposal.frozen[identity])
+        for place, layout in {**proposal.layouts[identity], **frozen}.items():
+            first, other = found.setdefault(place, (rank, layout))
+            if layout != other:
+                raise GradientError(
+                    f"The gradients of {group.description} do not look alike on all replicas: replica {first} has "
+                    f"parameter {place} {_described(other)}, replica {rank} has parameter {place} {_described(layout)}. "
+                    f"{_where(proposals)} Give the model the same shapes and dtypes, and freeze the same parameters, "
+                    "on every replica."
+                )
+    return {place: layout for place, (_, layout) in found.items() if layout is not None}
 
 
-def _difference(first: Layout, other: Layout, rank: int) -> str:
-    def described(entry: tuple[int, tuple[int, ...], tuple[int, ...] | None, str, str]) -> str:
-        place, shape, stride, dtype, device = entry
-        strides = f" with strides {list(stride)}" if stride is not None else ""
-        return f"has parameter {place} as {dtype.removeprefix('torch.')}{list(shape)}{strides} on {device}"
+def _layout(slot: Slot) -> _Layout:
+    return _Layout(slot.shape, slot.stride, slot.dtype, slot.device.type)
 
-    for ours, theirs in zip(first, other, strict=False):
-        if ours != theirs:
-            return f"replica 0 {described(ours)}, replica {rank} {described(theirs)}"
-    return f"replica 0 has {len(first)} trainable parameters, replica {rank} has {len(other)}"
+
+def _described(layout: _Layout | None) -> str:
+    if layout is None:
+        return "frozen"
+    strides = f" with strides {list(layout.stride)}" if layout.stride is not None else ""
+    return f"as {str(layout.dtype).removeprefix('torch.')}{list(layout.shape)}{strides} on {layout.device}"
 
 
 def _where(proposals: Sequence[_Proposal]) -> str:

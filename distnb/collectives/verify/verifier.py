@@ -41,6 +41,7 @@ _ADVICE_ON: Final = {  # by a part of the operation's name
     "that only one replica needs outside.",
     ".build(": "Call a model that creates parameters in strategy.run on all replicas, also with an empty slice: its "
     "parameters are made equal on all of them.",
+    "running statistics(": "Run a BatchNorm in training mode on all replicas, or call eval() on its model first.",
     _RETURNED: "Return early from the function on all replicas, or only after its last collective.",
 }
 _AHEAD: Final = RING - 64

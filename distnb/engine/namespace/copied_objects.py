@@ -16,7 +16,7 @@ from distnb.options import StrategySpec
 from distnb.runtime import spmd
 from distnb.runtime.scopes import foreign_libraries, metric_binding
 from distnb.runtime.scopes.mirrored_objects import is_metric, is_mirrored
-from distnb.runtime.scopes.registration import ParameterKey, parameters_of
+from distnb.runtime.scopes.registration import ParameterKey, parameters_of, registered_in
 from distnb.runtime.scopes.replica_parts import forget_part, is_part
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import resolve
@@ -29,7 +29,7 @@ _MOST_PARTS = 100_000  # the most objects within one object that are searched
 _MADE = (torch.Tensor, torch.nn.Module)
 
 Origin = tuple[StrategySpec, list[ParameterKey | None]]
-"""The strategy in whose scope an object was made, and the keys of its parameters, equal on all replicas."""
+"""The strategy in whose scope an object was made, and the keys of what is registered in it, equal on all replicas."""
 
 
 def common_parts(root: Any, *, with_archived: bool = False) -> Iterator[tuple[str, Any]]:
@@ -96,12 +96,11 @@ def origin_of(value: Any) -> Origin | None:
     process = this_process.replica
     if process is None or not is_mirrored(value):
         return None
-    parameters = parameters_of(value)
-    found = (process.strategy_of(each) for each in [*parameters, value] if isinstance(each, _MADE))
+    found = (process.strategy_of(each) for each in [*parameters_of(value), value] if isinstance(each, _MADE))
     strategy = next((each for each in found if each is not None), foreign_libraries.strategy_of_shared(value))
     if strategy is None:
         return None
-    return strategy.spec, list(map(process.runtime_of(strategy).registration.place_of, parameters))
+    return strategy.spec, list(map(process.runtime_of(strategy).registration.place_of, registered_in(value)))
 
 
 def register_copied(value: Any, origin: Origin | None) -> None:

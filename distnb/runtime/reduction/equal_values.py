@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.graph import increment_version
 
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.flat_packs import Pack, Packs, Slot
@@ -57,6 +58,8 @@ def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy
                     group.broadcast(pack.flat, 0)
                 if group.rank != 0:
                     torch_internals.copy_each(chosen, pack.views)
+                else:  # so that all replicas count the same writes
+                    increment_version([tensor for tensor in chosen if not tensor.is_inference()])
 
 
 def _refuse_other_strategies(strategies: Sequence[str]) -> None:

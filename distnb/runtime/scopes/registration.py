@@ -23,9 +23,10 @@ from distnb.errors import ContextError, OptionError
 from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
 from distnb.runtime.reduction.equal_values import make_equal
-from distnb.runtime.scopes import foreign_libraries, metric_binding, running_statistics
+from distnb.runtime.scopes import foreign_libraries, metric_binding
 from distnb.runtime.scopes.first_call import equalise_at_first_call
 from distnb.runtime.scopes.made_objects import MadeObjects, own_parameters
+from distnb.runtime.scopes.running_statistics import RunningStatistics, has_statistics
 from distnb.variables.variable import SyncOnReadVariable, Variable, component_of, settings_of
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ __all__ = [
     "adopters_of",
     "is_scope_buffer",
     "parameters_of",
+    "registered_in",
     "roots_of",
     "same_everywhere",
 ]
@@ -57,11 +59,11 @@ def is_scope_buffer(value: object) -> bool:
 
 
 class ParameterKey(NamedTuple):
-    """The identity of a parameter, the same on all replicas.
+    """The identity of a parameter or a model, the same on all replicas.
 
     Attributes:
-        identity: The identity of the parameter's group.
-        place: The parameter's place in the group.
+        identity: The identity of the parameter's group, or of the model.
+        place: The parameter's place in the group; 0 for a model.
         label: The description of the group in errors.
     """
 
@@ -82,6 +84,11 @@ def parameters_of(value: Any) -> list[Any]:
     return []
 
 
+def registered_in(value: Any) -> list[Any]:
+    """Return what a registration may have registered of an object: a module itself, and its `parameters_of`."""
+    return [value, *parameters_of(value)] if isinstance(value, torch.nn.Module) else parameters_of(value)
+
+
 def adopters_of(module: torch.nn.Module) -> list[Any]:
     """Return distnb's modules that adopt a torch module as a model of another library, such as Keras."""
     models = ((getattr(sys.modules.get(library), name, None), where) for (library, name), where in _ADOPTERS.items())
@@ -91,15 +98,10 @@ def adopters_of(module: torch.nn.Module) -> list[Any]:
 
 
 class _GroupKey:
-    """The key of one model's parameters in GradientSync, with the model's name in errors.
+    """The key of one model's parameters in GradientSync, with the model's name in errors."""
 
-    It refers to the model weakly, so it does not keep the model alive.
-    """
-
-    def __init__(self, label: str, model: torch.nn.Module | None = None) -> None:
+    def __init__(self, label: str) -> None:
         self.label = label
-        self.has_statistics = False
-        self.model = None if model is None else weakref.ref(model)
 
 
 class Registration:
@@ -111,6 +113,9 @@ class Registration:
         group: Returns the current process group.
         shared: Puts the parameters into memory that all replicas share, if the strategy uses such memory.
         place: Returns the data of a new parameter, given the data that the program has for it.
+
+    Attributes:
+        statistics: The running statistics of the models.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class Registration:
     ) -> None:
         self.strategy = strategy
         self.shared = shared
+        self.statistics = sync.statistics = RunningStatistics(group)
         self._sync = sync
         self._group = group
         self._keys: weakref.WeakKeyDictionary[torch.nn.Module, _GroupKey] = weakref.WeakKeyDictionary()
@@ -137,12 +143,12 @@ class Registration:
         return self._group()
 
     def owns(self, made: torch.Tensor | torch.nn.Module) -> bool:
-        """Return whether a parameter belongs to this strategy, or whether this strategy adopted a module.
+        """Return whether a parameter or a model belongs to this strategy.
 
-        Adopted modules are models of libraries, such as Keras, that make parameters later.
+        This includes models of libraries, such as Keras, that make parameters later.
         """
         if isinstance(made, torch.nn.Module):
-            return made in self._adopted
+            return made in self._adopted or made in self._keys
         parameter = made
         if isinstance(parameter, SyncOnReadVariable):
             return parameter.distribute_strategy is self.strategy
@@ -152,20 +158,12 @@ class Registration:
     def buffers(self) -> dict[Any, tuple[str, list[torch.Tensor]]]:
         """Return the buffers of each model, by the key of its parameters on all replicas, with the model's name."""
         return {
-            self._sync.identity_of(key) or (key.label, number): (
+            self._sync.identify(key): (
                 key.label,
                 [each for each in root.buffers() if not is_lazy(each) and each.layout is torch.strided],
             )
-            for number, (root, key) in enumerate(list(self._keys.items()))
+            for root, key in list(self._keys.items())
         }
-
-    def average_statistics(self, keys: Iterable[Any]) -> None:
-        """Average the running statistics of the models of these keys.
-
-        Called at the end of a backward pass that has reached the models' parameters on every replica.
-        """
-        models = [key.model() for key in keys if key.has_statistics]
-        running_statistics.average(self.group, [model for model in models if model is not None])
 
     def take_variable(self, variable: Variable) -> None:
         """Register a new variable, made in a scope or in a replica context. All replicas get replica 0's value."""
@@ -235,6 +233,8 @@ class Registration:
         """
         if isinstance(value, torch.nn.Module):
             self._made.own(value.modules())
+            if has_statistics(value):
+                self._average_statistics(module, self._key_of(module))
             found: Iterable[tuple[str, torch.nn.Parameter]] = own_parameters(value)
         else:
             found = [("", value)]
@@ -272,8 +272,11 @@ class Registration:
         self._enter(roots, loose)
         note_versions(self._sync.groups)
 
-    def place_of(self, made: torch.Tensor) -> ParameterKey | None:
-        """Return the key of a parameter, for a replica that receives a copy. None: this strategy does not sync it."""
+    def place_of(self, made: torch.Tensor | torch.nn.Module) -> ParameterKey | None:
+        """Return the key of a parameter or a model, for a replica that receives a copy. None: it is not registered."""
+        if isinstance(made, torch.nn.Module):
+            known = self._keys.get(made)
+            return None if known is None else ParameterKey(self._sync.identify(known), 0, known.label)
         mirror = find_mirror(made)
         if mirror is None or mirror.sync() is not self._sync:
             return None
@@ -289,7 +292,7 @@ class Registration:
         """Register modules, optimizers and parameters copied from another replica as they are registered there.
 
         Args:
-            values: The copies, each with the results of `place_of` there for its `parameters_of`.
+            values: The copies, each with the results of `place_of` there for what is `registered_in` it.
         """
         roots = roots_of([value for value, _ in values if isinstance(value, torch.nn.Module)])
         for root in roots:
@@ -299,23 +302,29 @@ class Registration:
         # A Keras pickle has a copy of a layer for each model that contains it. The last registered copy of a parameter
         # is kept in sync, so larger models come last.
         for value, places in sorted(values, key=lambda each: len(each[1])):
-            for parameter, place in zip(parameters_of(value), places, strict=True):
+            for parameter, place in zip(registered_in(value), places, strict=True):
+                key = None if place is None else keys.setdefault(place.identity, _GroupKey(place.label))
+                if isinstance(parameter, torch.nn.Module):
+                    if key is not None and place is not None:
+                        self._sync.identify(key, place.identity)
+                        self._keys[parameter] = key
+                    continue
                 if isinstance(parameter, Variable):
                     self._made_variables = max(self._made_variables, parameter.number)
                     if isinstance(parameter, SyncOnReadVariable) and parameter.aggregation is VariableAggregation.SUM:
                         component_of(parameter).zero_()  # a copy of another replica's component would be added twice
-                if place is not None:
-                    key = keys.setdefault(place.identity, _GroupKey(place.label))
+                if key is not None:
                     self._register(parameter, key, names.get(id(parameter), ""), place)
             if isinstance(value, torch.nn.Module):
                 self._adopt(value)
             else:
                 foreign_libraries.restore_shared(value, self.strategy)
         for root in roots:
-            mirrors = [mirror for _, each in own_parameters(root) if (mirror := find_mirror(each)) is not None]
-            key = (mirrors and mirrors[0].group.key()) or _GroupKey(type(root).__name__)
-            key.model, key.has_statistics = weakref.ref(root), running_statistics.has_statistics(root)
-            self._keys[root] = key
+            if root not in self._keys:
+                mirrors = [mirror for _, each in own_parameters(root) if (mirror := find_mirror(each)) is not None]
+                self._keys[root] = (mirrors and mirrors[0].group.key()) or _GroupKey(type(root).__name__)
+            if has_statistics(root):
+                self._average_statistics(root, self._keys[root])
             _buffers.update((each, True) for each in root.buffers())
 
     def _take(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> bool:
@@ -349,7 +358,9 @@ class Registration:
         return bool(new)
 
     def _equalise(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        pending = self.statistics.changed()
         make_equal(self.group, named, self._description)
+        self.statistics.note(but=pending)
         note_versions(self._sync.groups)
 
     def _enter(
@@ -365,7 +376,9 @@ class Registration:
         for root in roots:
             self._made.own(root.modules())
             if any(True for _ in own_parameters(root)) or any(True for _ in root.buffers()):
-                its, parts = self._enter_module(root, self._key_of(root))
+                its, parts = self._enter_module(root, key := self._key_of(root))
+                if has_statistics(root):
+                    self._average_statistics(root, key)
                 new += its
                 unvalued += [part for part in parts if any(map(is_lazy, _parameters_in(part)))]
         key = _GroupKey("parameters")
@@ -385,7 +398,6 @@ class Registration:
         Returns:
             The new parameters and buffers by name, and the modules within `module` that have new parameters.
         """
-        key.has_statistics |= running_statistics.has_statistics(module)
         new: list[tuple[str, torch.Tensor]] = []
         for name, each in _named(module, prefix):
             if self._register(each, key, f".{name}"):
@@ -401,7 +413,15 @@ class Registration:
         return new + buffers, parts
 
     def _key_of(self, root: torch.nn.Module) -> _GroupKey:
-        return self._keys.setdefault(root, _GroupKey(type(root).__name__, root))
+        key = self._keys.setdefault(root, _GroupKey(type(root).__name__))
+        self._sync.identify(key)
+        return key
+
+    def _average_statistics(self, root: torch.nn.Module, key: _GroupKey) -> None:
+        """Average the statistics of a model from now on."""
+        identity = self._sync.identify(key)
+        self._sync.models.add(identity)
+        self.statistics.add(identity, root)
 
     @property
     def _description(self) -> str:

@@ -56,11 +56,7 @@ class WorkerReplicas:
         assert this_process.replica is not None
         self.access = access
         self.process: SpmdProcess = this_process.replica
-        self.sync = GradientSync(
-            self._aggregation,
-            in_replica=contexts.in_replica,
-            after_pass=lambda reached: self.registration.average_statistics(reached),
-        )
+        self.sync = GradientSync(self._aggregation, in_replica=contexts.in_replica)
         self.registration = _CopyRegistration(None, self.sync, lambda: self._group)
         self.home = ReplicaHome(self.registration, self._aggregation)
         self._rows = _GradientsElsewhere(self)
@@ -89,6 +85,7 @@ class WorkerReplicas:
             # The failure that ended the previous group may have left the replicas with different copies.
             self._generation = self._group.generation
             access.mark_doubtful()
+            self.sync.meet()
 
     def keep_in_sync(self, models: Sequence[torch.nn.Module], parameters: Iterable[torch.nn.Parameter]) -> None:
         """Sum the gradients of new copies over the replicas from now on. The copies are equal on all replicas."""
