@@ -186,6 +186,7 @@ class GradientSync:
         if group not in self.groups:
             self.groups.append(group)
         group.append(parameter, None if at is None else at[1])
+        group.is_copied |= at is not None
         self.listen()
         guard_optimizers()
         refuse_wrapping()

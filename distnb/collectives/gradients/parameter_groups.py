@@ -127,6 +127,7 @@ class ParameterGroup:
     Attributes:
         identity: The same on every replica.
         key: A weak reference to the key that was passed to `GradientSync.register`.
+        label: The name of the model or variable, for errors.
         references: The parameters, by place.
         params: During a backward pass, the parameters; else empty.
         aside: During a pass: the gradients from before it, by place.
@@ -137,6 +138,7 @@ class ParameterGroup:
         slots: The layout of each gradient that takes part, by place.
         layout_version: Grows when the slots may have changed.
         checked: Whether the replicas have compared the parameters' values.
+        is_copied: Whether the parameters were copied from another replica since the replicas last met.
     """
 
     def __init__(
@@ -148,7 +150,8 @@ class ParameterGroup:
     ) -> None:
         self.identity = identity
         self.key = weakref.ref(key)
-        self.description = f"{key.label} {identity[1]}"
+        self.label: str = key.label
+        self.description = f"{self.label} {identity[1]}"
         self.references: list[Callable[[], torch.nn.Parameter | None]] = []
         self.params: list[torch.nn.Parameter] = []
         self.aside: dict[int, torch.Tensor] = {}
@@ -159,6 +162,7 @@ class ParameterGroup:
         self.slots: dict[int, Slot] = {}
         self.layout_version = 0
         self.checked = False
+        self.is_copied = False
         self._sync = weakref.ref(sync)
         self._state: list[Any] = []
         self._alive = 0

@@ -52,7 +52,7 @@ class CallSite:
     identity: bytes
     place: str
     text: str = ""
-    file: str = __file__
+    file: str = "distnb"
     line: int = 0
 
     def __str__(self) -> str:

@@ -8,6 +8,9 @@ An interrupt or an error ends the replicas at the same collective, but not at th
 The first use of a strategy in a new generation of the group therefore compares parameters, gradients and optimizer
 states. Where they differ, all replicas adopt the values of replica 0.
 
+Replicas that were added or replaced have copies of what the others hold. Gradients that did not travel with a copy are
+sent now, and what a new replica has no copy of is left alone.
+
 Floating-point buffers may legitimately differ, because forward passes update them with each replica's own examples.
 They are adopted as well if there is a sign of an incomplete step: other state has differed, or a buffer that counts
 (`num_batches_tracked`) differs.
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
 
 __all__ = ["Buffers", "resynchronise"]
+
+_MISSING = "missing"
 
 Buffers = Mapping[Any, tuple[str, Sequence[torch.Tensor]]]
 """The buffers of models: by the model's key, which is equal on all replicas, its name for users and its buffers."""
@@ -73,12 +78,15 @@ def resynchronise(
     """
     optimizers = _optimizers_of(groups) if groups else {}
     held = _held(groups, optimizers, buffers) | {("steps_reported", None): steps_reported}
+    held["copied", None] = any(parameters.is_copied for parameters in groups)
     gathered: list[dict[Any, Any]] = group.all_gather_object(held)
-    unlike = {what for what, first in gathered[0].items() if any(other.get(what) != first for other in gathered)}
+    unlike = {what for what in gathered[0] if len(_different(gathered, what)) > 1}
     own = {each.identity: each for each in groups}
     changed = []
     for identity in [what[1] for what in gathered[0] if what[0] == "layout" and what not in unlike]:
         parameters = own[identity]
+        if ("gradients", identity) not in unlike:
+            _complete_gradients(group, parameters, [each["gradients", identity] for each in gathered])
         if what := _take_over(group, parameters, ("values", identity) in unlike, ("gradients", identity) in unlike):
             changed.append(f"{parameters.description}'s {' and '.join(what)}")
     for key in [key for key in gathered[0] if isinstance(key, _Optimizer) and key in unlike]:
@@ -95,10 +103,36 @@ def resynchronise(
             changed.append(f"{name}'s buffers")
     known = all(other["steps_reported", None] for other in gathered) and any(what[0] == "writes" for what in unlike)
     if changed and not known:
+        is_new = any(other["copied", None] for other in gathered)
+        cause = "replicas were added or replaced" if is_new else "a program ended"
         callsite.current().warn(
-            "The replicas had drifted apart, because a program ended in the middle of a step. "
+            f"The replicas had drifted apart, because {cause} in the middle of a step. "
             f"Set to the values of replica 0: {', '.join(changed)}."
         )
+    for parameters in groups:
+        parameters.is_copied = False
+
+
+def _different(gathered: Sequence[Mapping[Any, Any]], what: Any) -> list[Any]:
+    """Return the different states of the replicas, without those that have none (an optimizer) or a copy (None)."""
+    found: list[Any] = []
+    for theirs in gathered:
+        state = theirs.get(what, None if isinstance(what, _Optimizer) else _MISSING)
+        if state is not None and state not in found:
+            found.append(state)
+    return found
+
+
+def _complete_gradients(group: Group, parameters: ParameterGroup, digests: Sequence[list[int | None] | None]) -> None:
+    """Send the gradients to the replicas that have copies of the parameters without gradients."""
+    source = next((rank for rank, theirs in enumerate(digests) if theirs is not None), None)
+    if source is None or None not in digests or not any(digests[source] or ()):
+        return
+    living = [parameter for _, parameter in parameters.living()]
+    gradients = broadcast_tree(group, [parameter.grad for parameter in living], source)
+    if digests[group.rank] is None:
+        for parameter, gradient in zip(living, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
 def _take_over(group: Group, parameters: ParameterGroup, values: bool, gradients: bool) -> list[str]:
@@ -140,7 +174,8 @@ def _held(
         held["layout", group.identity] = _layout(living)
         held["writes", group.identity] = writes(group)
         held["values", group.identity] = list(map(digest, living))
-        held["gradients", group.identity] = [None if p.grad is None else digest(p.grad) for p in living]
+        gradients = [None if p.grad is None else digest(p.grad) for p in living]
+        held["gradients", group.identity] = None if group.is_copied and not any(gradients) else gradients
     for key, optimizer in optimizers.items():
         # Sorted, because the order of the entries depends on the order in which a replica's steps reached parameters.
         held[key] = digest_of_text(repr(sorted(contents(optimizer).items())))

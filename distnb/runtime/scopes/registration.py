@@ -280,8 +280,7 @@ class Registration:
         mirror = find_mirror(made)
         if mirror is None or mirror.sync() is not self._sync:
             return None
-        group, key = mirror.group, mirror.group.key()
-        return ParameterKey(group.identity, mirror.place, key.label if key is not None else "parameters")
+        return ParameterKey(mirror.group.identity, mirror.place, mirror.group.label)
 
     def mirrored(self) -> dict[tuple[Identity, int], torch.nn.Parameter]:
         """Return the parameters that are kept in sync, by keys that are the same on all replicas."""
