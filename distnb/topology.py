@@ -111,6 +111,7 @@ class Team:
         hosts: The machine of each replica, by any name; empty if all replicas are on one machine.
         store_directory: A private directory whose files are the rendezvous store, if all replicas are on one machine.
             No other user can read or write it.
+        whole: The engines that the strategy has if none has ended; empty if they are `engines`.
     """
 
     engines: tuple[int, ...]
@@ -120,6 +121,7 @@ class Team:
     store_port: int
     hosts: tuple[str, ...] = ()
     store_directory: str = ""
+    whole: tuple[int, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and unpickle each team once: every program carries its team, which rarely changes.

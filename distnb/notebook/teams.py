@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import replace
 
 from distnb.cluster.lifecycle import RunningCluster
 from distnb.cluster.rendezvous_store import free_port
@@ -52,12 +53,17 @@ class Teams:
         generation = self._generation  # read before the engines: the end of one meanwhile makes the team outdated
         engines = [each for each in sorted(cluster.engines.items()) if each[0] not in self._excluded]
         ended = {engine for engine, process in engines if process.ended}
-        alive = {engine: process.device for engine, process in engines if engine not in ended}
+        devices = {engine: process.device for engine, process in engines}
+        alive = {engine: device for engine, device in devices.items() if engine not in ended}
         chosen = choose_engines(spec, alive)
         if note := _note_of_missing(spec, alive, ended - self._missed):
             print(note)
         self._missed = ended
-        team = self._teams[spec] = self.made_of(chosen, cluster, generation)
+        whole = tuple(choose_engines(spec, devices))
+        team = self.made_of(chosen, cluster, generation)
+        if {*chosen} < {*whole}:
+            team = replace(team, whole=whole)
+        self._teams[spec] = team
         return team
 
     def made_of(self, engines: Sequence[int], cluster: RunningCluster, generation: int | None = None) -> Team:

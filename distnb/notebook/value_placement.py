@@ -135,5 +135,5 @@ def _held(user_ns: Mapping[str, Any]) -> dict[int, dict[str, int]]:
             continue
         for replica, nbytes in (state.operations.nbytes(value) or {}).items():
             if nbytes:
-                held.setdefault(state.tracked.key[0][replica], {})[name] = nbytes
+                held.setdefault(state.tracked.key.engines[replica], {})[name] = nbytes
     return held

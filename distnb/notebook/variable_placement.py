@@ -31,7 +31,7 @@ def variables(user_ns: Mapping[str, Any], devices: Mapping[int, str]) -> list[tu
 
 
 def _described(state: RemoteState, devices: Mapping[int, str]) -> tuple[str, ...]:
-    engines = state.tracked.key[0]
+    engines = state.tracked.key.engines
     replicas = [replica for replica in sorted(state.facts) if replica not in state.lost]
     summaries = [state.facts[replica].summary for replica in replicas]
     known = [summary for summary in summaries if summary is not None]

@@ -40,8 +40,20 @@ __all__ = [
     "name_of_given",
 ]
 
-TeamKey = tuple[tuple[int, ...], int]
-"""The engines of a group whose objects belong together, and the number of times that the group was rebuilt."""
+
+class TeamKey(NamedTuple):
+    """The identity of a group of engines whose objects belong together.
+
+    Attributes:
+        engines: The engines, in replica order.
+        formed: The number of times that the notebook has formed or changed a group.
+        whole: The engines that the group's strategies have if none has ended. Two strategies may run on the same
+            engines for a while, because one of them has lost others.
+    """
+
+    engines: tuple[int, ...]
+    formed: int
+    whole: tuple[int, ...]
 
 
 def former(name: str, serial: int) -> str:

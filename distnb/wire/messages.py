@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from distnb.activity import Kind
 from distnb.options import StrategySpec
 from distnb.topology import Team
+
+if TYPE_CHECKING:
+    from distnb.wire.exchange import TeamKey
 
 __all__ = [
     "Abort",
@@ -325,7 +328,7 @@ class EngineState(NamedTuple):
     running: bool
     serial: int
     generation: int
-    teams: tuple[tuple[tuple[int, ...], int], ...]
+    teams: tuple[TeamKey, ...]
     strategies: tuple[StrategySpec, ...] = ()
     error: ErrorReport | None = None
 

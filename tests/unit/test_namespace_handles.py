@@ -9,13 +9,21 @@ import io
 import pickle
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from distnb.errors import CannotTravelError, DistributedValueError, StaleHandleError, StructureError, UnassignedError
+from distnb.errors import (
+    CannotTravelError,
+    DistributedValueError,
+    EngineDied,
+    StaleHandleError,
+    StructureError,
+    UnassignedError,
+)
 from distnb.notebook.handles.handle import HANDLES, RemoteMirrored, RemotePerReplica, state_of_handle
 from distnb.notebook.namespace import module_watch
 from distnb.topology import Device, Team
@@ -620,7 +628,7 @@ def test_a_lost_component_is_named_and_the_others_remain_readable(world: DoubleW
     if between:  # a cell on the remaining engines
         world.run(
             distributed("n = mine[0]"),
-            Team(engines=(0,), devices=(Device("cpu"),), generation=2, store_host="", store_port=0),
+            Team(engines=(0,), devices=(Device("cpu"),), generation=2, store_host="", store_port=0, whole=(0, 1)),
         )
         assert (ns["n"], ns["mine"].values, ns["r"].values) == (0, ([0],), (0,))
     world.add_engine(1)
@@ -683,6 +691,70 @@ def test_two_teams_coexist() -> None:
     assert ns["c"].values == (0, 1)
     with pytest.raises(CannotTravelError, match=r"`a`.*2 replica"):
         world.run(distributed("a[0]"))
+
+
+def team_of(*engines: int, whole: tuple[int, ...] = ()) -> Team:
+    devices = (Device("cpu"),) * len(engines)
+    return Team(engines=engines, devices=devices, generation=1, store_host="", store_port=0, whole=whole)
+
+
+def test_teams_that_meet_on_the_same_engines_stay_apart() -> None:
+    world = DoubleWorld(3)
+    names = world.notebook.user_ns
+    small, large = team_of(0, 1), team_of(0, 1, whole=(0, 1, 2))
+    here(world, "import torch")
+    world.run(distributed("of_small = torch.nn.Linear(1, 1)\nof_small.weight.data.fill_(5.0)"), small)
+    there(world, "of_large = torch.nn.Linear(1, 1)\nof_large.weight.data.fill_(7.0)")
+    world.namespace.engine_died(2)
+    for _ in range(2):
+        world.run(distributed("found = of_small.weight.item()"), small)
+        assert names["found"] == names["of_small"].weight.item() == 5.0
+        world.run(distributed("found = of_large.weight.item()"), large)
+        assert names["found"] == names["of_large"].weight.item() == 7.0
+    with pytest.raises(CannotTravelError, match=r"on \[0, 1\] for a strategy that has lost engines"):
+        world.run(distributed("of_small.weight"), large)
+    world.add_engine(2)
+    world.namespace.engines_replaced([2], [0, 1])
+    there(world, "found = of_large.weight.item()")
+    assert names["found"] == 7.0
+    world.run(distributed("found = of_small.weight.item()"), small)
+    assert names["found"] == 5.0
+
+
+@pytest.mark.parametrize("operation", ["rename", "export", "import"])
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_an_engine_dies_while_objects_are_copied_to_new_ones(operation: str, victim: int) -> None:
+    world = DoubleWorld(3)
+    names, perform = world.notebook.user_ns, world.perform
+    here(world, "import torch")
+    there(world, "model = torch.nn.Linear(2, 1)\nmodel.weight.data.fill_(3.0)\nmine = [rid()]")
+    dead: set[int] = set()
+    fatal = [operation]
+
+    def dying(engines: Sequence[int], what: str, *args: Any, **kwargs: Any) -> Any:
+        if what in fatal:
+            fatal.clear()
+            dead.add(victim)
+        if dead & set(engines):
+            world.namespace.engine_died(victim)
+            raise EngineDied(f"Engine {victim} ended.")
+        return perform(engines, what, *args, **kwargs)
+
+    world.namespace.operations._perform = dying
+    for engine in (3, 4):
+        world.add_engine(engine)
+    world.namespace.engines_replaced([3, 4], [0, 1, 2], {(0, 1, 2): (0, 1, 2, 3, 4)})
+    living = [engine for engine in range(5) if engine != victim]
+    world.run(distributed("total = float(model.weight.sum())"), team_of(*living, whole=(0, 1, 2, 3, 4)))
+    assert names["total"] == 6.0
+    assert names["mine"].num_replicas == 4
+    dead.clear()
+    world.add_engine(victim)
+    world.namespace.engines_replaced([victim], living)
+    world.run(distributed("total = float(model.weight.sum())"), team_of(0, 1, 2, 3, 4))
+    assert names["total"] == 6.0
+    for engine in {0, 1, 2} - {victim}:
+        assert names["mine"].component(engine) == [engine]
 
 
 # -- pickling errors -----------------------------------------------------------------------------------------------------

@@ -155,9 +155,12 @@ def _common_layouts(group: ParameterGroup, proposals: Sequence[_Proposal]) -> di
         for place, layout in {**proposal.layouts[identity], **frozen}.items():
             first, other = found.setdefault(place, (rank, layout))
             if layout != other:
+                shown = " and ".join(
+                    f"replica {each} has parameter {place} {_described(its)}"
+                    for each, its in ((first, other), (rank, layout))
+                )
                 raise GradientError(
-                    f"The gradients of {group.description} do not look alike on all replicas: replica {first} has "
-                    f"parameter {place} {_described(other)}, replica {rank} has parameter {place} {_described(layout)}. "
+                    f"The gradients of {group.description} do not look alike on all replicas: {shown}. "
                     f"{_where(proposals)} Give the model the same shapes and dtypes, and freeze the same parameters, "
                     "on every replica."
                 )

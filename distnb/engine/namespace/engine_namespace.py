@@ -89,7 +89,7 @@ class EngineNamespace:
 
     def replica_in(self, key: TeamKey) -> int:
         """Return this engine's replica number in a team."""
-        return key[0].index(self._engine) if self._engine in key[0] else self.teams.of(key).replica
+        return key.engines.index(self._engine) if self._engine in key.engines else self.teams.of(key).replica
 
     # -- before a program ----------------------------------------------------------------------------------------------
 

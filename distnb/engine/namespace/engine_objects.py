@@ -159,7 +159,7 @@ class EngineObjects:
     @property
     def size(self) -> int:
         """The number of replicas."""
-        return len(self.key[0])
+        return len(self.key.engines)
 
     @property
     def owns_containers(self) -> bool:
@@ -236,10 +236,10 @@ class ObjectsOfTeams:
         return tuple(self._teams)
 
     def of(self, key: TeamKey) -> EngineObjects:
-        """Return a team's objects. A new team starts with none, and an older team of the same engines is released."""
+        """Return a team's objects. A new team starts with none, and an older one of the same strategies is released."""
         found = self._teams.get(key)
         if found is None:
-            for stale in [old for old in self._teams if old[0] == key[0]]:
+            for stale in [old for old in self._teams if old.whole == key.whole]:
                 del self._teams[stale]
             found = self._teams[key] = EngineObjects(key, self.user_ns, self._classes, self.place)
         return found
@@ -273,11 +273,11 @@ class ObjectsOfTeams:
         take_over, objects.take_over = objects.take_over, None
         if takes_over and take_over is not None:
             take_over()
-        engine = old[0][objects.replica]
-        if engine in new[0]:
-            objects.replica = new[0].index(engine)
+        engine = old.engines[objects.replica]
+        if engine in new.engines:
+            objects.replica = new.engines.index(engine)
             for obj in objects.owned.values():
-                _renumber(obj, objects.replica, len(new[0]))
+                _renumber(obj, objects.replica, len(new.engines))
         objects.key = new
         self._teams[new] = objects
 

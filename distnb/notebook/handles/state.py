@@ -92,7 +92,7 @@ class RemoteState:
         Args:
             engines: The engines that must hold the components; None for any.
         """
-        team = self.tracked.key[0]
+        team = self.tracked.key.engines
         if self.tracked.ended or self.gone or self.local or (engines or team) != team:
             return []
         found = [self.known(replica, detached=True) for replica in range(len(team))]
@@ -121,7 +121,7 @@ class RemoteState:
     @property
     def lost(self) -> set[int]:
         """The replicas whose component was lost with its engine."""
-        return {replica for replica, engine in enumerate(self.tracked.key[0]) if engine in self.gone}
+        return {replica for replica, engine in enumerate(self.tracked.key.engines) if engine in self.gone}
 
     def check(self, replicas: Iterable[int] | None = None) -> None:
         """Raise StaleHandleError if components of these replicas are gone; None for all replicas."""
@@ -167,7 +167,7 @@ class RemoteState:
         """Note that new engines have received a copy of a survivor's component."""
         if survivor in self.facts:
             self.facts.update({replica: self.facts[survivor] for replica in replicas if replica not in self.local})
-        self.gone.difference_update(self.tracked.key[0][replica] for replica in replicas)
+        self.gone.difference_update(self.tracked.key.engines[replica] for replica in replicas)
 
     def forget(self, engines: Iterable[int]) -> None:
         """Forget engines that the cluster no longer has. Another engine of the same number has nothing of theirs."""
@@ -175,7 +175,7 @@ class RemoteState:
         for engine in engines:
             self.apart.pop(engine, None)
         if not (self.facts or self.local or self.apart):
-            self.gone.update(self.tracked.key[0])
+            self.gone.update(self.tracked.key.engines)
 
     def check_assigned(self, replica: int) -> None:
         """Raise UnassignedError if a replica never assigned the name."""

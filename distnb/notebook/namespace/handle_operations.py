@@ -15,7 +15,7 @@ from distnb.notebook.namespace.tracked_objects import TrackedObjects
 from distnb.objects.packing import Packed
 from distnb.options import StrategySpec
 from distnb.values import DistributedValues, structure
-from distnb.wire.exchange import Request, Result, Settlement, Summary, TeamKey, name_of_given
+from distnb.wire.exchange import Request, Result, Settlement, Snapshot, Summary, TeamKey, name_of_given
 from distnb.wire.messages import ObjectId
 from distnb.wire.value_facts import Holding, Inspected
 
@@ -149,8 +149,8 @@ class HandleOperations:
             self._namespace.failed(request.snapshot, effects)
 
         # Every engine receives every snapshot, even if it returns no answer.
-        answers = self._perform(tracked.key[0], operation, target, request, give_up)
-        return {tracked.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
+        answers = self._perform(tracked.key.engines, operation, target, request, give_up)
+        return {tracked.key.engines.index(engine): answer for engine, answer in answers.items() if answer is not None}
 
     def rename(self, engines: Iterable[int], old: TeamKey, new: TeamKey | None, *, takes_over: bool = False) -> None:
         """Notify engines that a team has another key, since it has become smaller or larger; None: it is dropped.
@@ -186,7 +186,7 @@ class HandleOperations:
         """
         self.before()
         settlement = Settlement(team=tracked.key, leaving=tuple(leaving), strategies=tuple(strategies))
-        return frozenset(next(iter(self._perform(tracked.key[0], "settle", (0, ""), settlement).values())))
+        return frozenset(next(iter(self._perform(tracked.key.engines, "settle", (0, ""), settlement).values())))
 
     def name_of(self, state: RemoteState) -> str:
         """Return a name of the notebook that is bound to a handle of this state; "" if there is none."""
@@ -334,23 +334,34 @@ class HandleOperations:
     def restore(
         self, tracked: TrackedObjects, survivor: int, new: Sequence[int], mirrored: tuple[ObjectId, ...]
     ) -> set[ObjectId]:
-        """Copy the notebook's objects, and objects that the replicas have in common, from a survivor to new replicas.
+        """Copy the notebook's objects, and objects that the replicas have in common, from a survivor to new engines.
 
         Return the ids of the copied objects.
+
+        Raises:
+            EngineDied: An engine of the team has ended.
         """
         self.before()
         left_out: tuple[ObjectId, ...] = ()
         while True:
-            snapshot = self._namespace.call_snapshot(tracked, None)
-            request = Request(snapshot=snapshot, answers=(survivor,), targets=mirrored, left_out=left_out)
-            pack, exported, random = self._transfer(tracked, "export", (0, ""), request)[survivor]
-            snapshot = self._namespace.call_snapshot(tracked, None)
-            request = Request(snapshot=snapshot, answers=tuple(new), targets=exported, pack=pack, random=random)
+            snapshot, (replica,) = self._snapshot_with(tracked, (survivor,))
+            request = Request(snapshot=snapshot, answers=(replica,), targets=mirrored, left_out=left_out)
+            pack, exported, random = self._transfer(tracked, "export", (0, ""), request)[replica]
+            snapshot, replicas = self._snapshot_with(tracked, new)
+            request = Request(snapshot=snapshot, answers=replicas, targets=exported, pack=pack, random=random)
             answers = self._transfer(tracked, "import", (0, ""), request).values()
             unopened = {each for each in answers if each is not None}
             if not unopened:
                 return set(exported)
             left_out += tuple(unopened)
+
+    def _snapshot_with(self, tracked: TrackedObjects, engines: Sequence[int]) -> tuple[Snapshot, tuple[int, ...]]:
+        """Return a snapshot, and the replicas on some engines in it, all of which must be alive."""
+        snapshot = self._namespace.call_snapshot(tracked, None)
+        if missing := [engine for engine in engines if engine not in tracked.key.engines]:
+            self._namespace.failed(snapshot)
+            raise EngineDied(f"Engine {missing[0]} ended while objects were copied.")
+        return snapshot, tuple(map(tracked.key.engines.index, engines))
 
     def bind_again(self, tracked: TrackedObjects) -> None:
         """Bind the notebook's data on new replicas, too, if the engines stay: the next notebook has it from them only.
@@ -359,10 +370,10 @@ class HandleOperations:
         """
         bound, user_ns = tracked.bound, self._namespace.user_ns
         names = [name for name in sorted(bound.earlier) if name in user_ns and type(user_ns[name]) not in HANDLES]
-        bound.earlier.clear()
         if self._namespace.stays and names:
             snapshot = self._namespace.call_snapshot(tracked, None, names=names)
             self._transfer(tracked, "bind", (0, ""), Request(snapshot=snapshot, answers=()))
+        bound.earlier.clear()
 
 
 def _no_object(state: RemoteState) -> str:

@@ -81,7 +81,7 @@ class NotebookNamespace:
             filename, label: The file name of the code objects and the cell's name in tracebacks. Tracebacks show the
                 notebook's lines of that file, not those of the source.
         """
-        tracked = self._teams.of(team.engines)
+        tracked = self._teams.of(team)
         reads = names_read(source)
         needs = self._needs(tracked)
         needs.digests.attributes |= reads.attributes
@@ -96,7 +96,7 @@ class NotebookNamespace:
 
     def incoming(self, team: Team, replies: Mapping[int, Result]) -> None:
         """Apply the effects of a cell (`EngineNamespace.finish`, by replica), whether it failed or not."""
-        tracked = self._teams.of(team.engines)
+        tracked = self._teams.of(team)
         if replies:
             self.apply_call(tracked, replies, with_result=False)
         else:
@@ -107,7 +107,7 @@ class NotebookNamespace:
 
     def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> Snapshot:
         """Return the snapshot of a call of a strategy's method, with its arguments, including functions."""
-        return self.call_snapshot(self._teams.of(team.engines), (tuple(args), dict(kwargs)))
+        return self.call_snapshot(self._teams.of(team), (tuple(args), dict(kwargs)))
 
     def call_snapshot(
         self,
@@ -138,16 +138,16 @@ class NotebookNamespace:
 
     def may_be_changed(self, team: Team) -> bool:
         """Return whether a call under way may change an object of the notebook's in place."""
-        tracked = self._teams.of(team.engines)
+        tracked = self._teams.of(team)
         return any(serial in tracked.outstanding for serial in tracked.changing)
 
     def reads(self, team: Team, objects: set[ObjectId]) -> bool:
         """Return whether the call that was packed last reads one of these engine objects."""
-        return not objects.isdisjoint(self._teams.of(team.engines).references.met)
+        return not objects.isdisjoint(self._teams.of(team).references.met)
 
     def result(self, team: Team, replies: Mapping[int, Result], changes: int | None = None) -> Any:
         """Return the result of a call from `EngineNamespace.close_call`, by replica. For `changes` see `Results`."""
-        return self.apply_call(self._teams.of(team.engines), replies, changes=changes)
+        return self.apply_call(self._teams.of(team), replies, changes=changes)
 
     def failed(self, snapshot: Snapshot, replies: Mapping[int, Result] | None = None) -> None:
         """Handle a call that failed, was not sent, or may not have been opened by engines that were given up on.
@@ -195,7 +195,7 @@ class NotebookNamespace:
 
     def open_error(self, pack: Packed) -> Any:
         """Open an exception that an engine packed. Its class is the notebook's own."""
-        return TrackedObjects(((), 0), self.user_ns, self._classes).tracker.open_loose(pack)[""]
+        return TrackedObjects(TeamKey((), 0, ()), self.user_ns, self._classes).tracker.open_loose(pack)[""]
 
     # -- lost and new engines ------------------------------------------------------------------------------------------
 
@@ -244,25 +244,23 @@ class NotebookNamespace:
         """Assign numbers to snapshots after an earlier notebook's, which are part of the ids of objects."""
         self._serials = itertools.count(serial + 1)
 
-    def adopt_team(self, key: TeamKey, engines: Iterable[int]) -> tuple[int, ...]:
-        """Continue a team of an earlier notebook. Return its living engines. `engines` are those of the cluster."""
-        tracked = self._teams.adopt(key, engines)
-        self._teams.drop_dead_engines(tracked)
-        return tracked.key[0]
+    def adopt_team(self, key: TeamKey, engines: Iterable[int]) -> TrackedObjects:
+        """Continue a team of an earlier notebook with its living engines. `engines` are those of the cluster."""
+        return self._teams.adopt(key, engines)
 
-    def restoring_snapshot(self, engines: tuple[int, ...]) -> Snapshot:
-        """Return the snapshot of a program that describes all that the engines of a team have."""
-        tracked, serial = self._teams.of(engines), next(self._serials)
+    def restoring_snapshot(self, tracked: TrackedObjects) -> Snapshot:
+        """Return the snapshot of a program that describes all that the engines of an adopted team have."""
+        serial = next(self._serials)
         snapshot = Snapshot(team=tracked.key, serial=serial, most_nbytes=self.most_nbytes, fresh=True)
         tracked.outstanding[serial] = snapshot
         return snapshot
 
-    def restored(self, engines: tuple[int, ...], results: Mapping[int, Result]) -> None:
-        """Bind what the engines of a team have described, by replica."""
+    def restored(self, tracked: TrackedObjects, results: Mapping[int, Result]) -> None:
+        """Bind what the engines of an adopted team have described, by replica."""
         for filename, text in next(iter(results.values())).sources.items():
             if filename not in linecache.cache:
                 linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-        self.apply_call(self._teams.of(engines), results, with_result=False)
+        self.apply_call(tracked, results, with_result=False)
 
     # -- the default strategy ------------------------------------------------------------------------------------------
 

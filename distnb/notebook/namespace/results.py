@@ -453,7 +453,7 @@ class Results:
             name=name,
         )
         state.as_of = self._changes
-        state.gone = {engine for place, engine in enumerate(self._tracked.key[0]) if place not in self._results}
+        state.gone = {engine for place, engine in enumerate(self._tracked.key.engines) if place not in self._results}
         handle = make_handle(state, mirrored=mirrored, size=self._tracked.size)
         self._tracked.add_handle(identity, handle)
         return handle

@@ -86,7 +86,7 @@ class TrackedObjects:
     """The notebook's side of one group of engines.
 
     Attributes:
-        key: The ids of the engines, and the number of times that the group was formed.
+        key: The identity of the group.
         tracker: The objects that the engines have.
         bound: The bindings of names on the engines.
         environment: The engines' environment; None if it is unknown.
@@ -102,7 +102,6 @@ class TrackedObjects:
 
     def __init__(self, key: TeamKey, user_ns: dict[str, Any], classes: Classes) -> None:
         self.key = key
-        self.whole = key[0]  # the engines of the first group, including those that died since
         self.references = NotebookReferences(self)
         self.tracker = Tracker(Side(user_ns=user_ns, references=self.references, classes=classes))
         self.bound = BoundNames(self.tracker)
@@ -127,7 +126,7 @@ class TrackedObjects:
     @property
     def size(self) -> int:
         """The number of replicas."""
-        return len(self.key[0])
+        return len(self.key.engines)
 
     # -- handles -------------------------------------------------------------------------------------------------------
 
@@ -157,11 +156,12 @@ class TrackedObjects:
         state = state_of_handle(handle)
         state.check()
         if state.tracked is not self:
+            its, ours = list(state.tracked.key.engines), list(self.key.engines)
             raise CannotTravelError(
                 f"{state.label} ({state.type_name}) cannot be sent to this program: it belongs to a strategy of "
-                f"{state.tracked.size} replica(s) on engines {list(state.tracked.key[0])}, and the program runs on "
-                f"{list(self.key[0])}. Fetch it with strategy.local_results(value), and pass the components that you "
-                "need."
+                f"{len(its)} replica(s) on engines {its}, and the program runs on {ours}"
+                f"{' for a strategy that has lost engines' if its == ours else ''}. Fetch it with "
+                "strategy.local_results(value), and pass the components that you need."
             )
 
     # -- changes for the engines -------------------------------------------------------------------------------------
@@ -248,10 +248,10 @@ class TrackedObjects:
 
     def move(self, key: TeamKey) -> None:
         """Continue with other engines: renumber the components, and drop those of engines that are gone."""
-        before, self.key = self.key[0], key
+        before, self.key = self.key.engines, key
         for handle in self.handles():
-            state_of_handle(handle).move(before, key[0])
-            object.__setattr__(handle, "_num_replicas", len(key[0]))
+            state_of_handle(handle).move(before, key.engines)
+            object.__setattr__(handle, "_num_replicas", len(key.engines))
         # A PerReplica handle represents other components when the team has fewer replicas.
         self.bound.forget_sent_handles()
 

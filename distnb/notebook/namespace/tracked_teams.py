@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from distnb.errors import OptionError
+from distnb.errors import EngineDied, OptionError
 from distnb.notebook.handles.handle import change_kind, state_of_handle
 from distnb.notebook.namespace.handle_operations import HandleOperations
 from distnb.notebook.namespace.tracked_objects import TrackedObjects
 from distnb.options import StrategySpec
+from distnb.topology import Team
 from distnb.values import DistributedValues, Mirrored
 from distnb.wire.exchange import TeamKey
 
@@ -21,27 +22,33 @@ Grown = Mapping[tuple[int, ...], tuple[int, ...]]
 
 
 class TrackedTeams:
-    """The tracked objects of each team that a strategy has used. Iterating uses a copy of the list."""
+    """The tracked objects of each team that a strategy has used. Iterating uses a copy of the list.
+
+    A team is identified by the engines that its strategies have if none has ended (`TeamKey.whole`). So two strategies
+    keep their own objects, even if one of them has lost engines and runs on the other's.
+
+    Engines may end at any moment, and the replicas of a team are then numbered again. While a team changes, its
+    replicas are therefore identified by their engines.
+    """
 
     def __init__(self, operations: HandleOperations, make: Callable[[TeamKey], TrackedObjects]) -> None:
         self._operations = operations
         self._make = make
         self._teams: dict[tuple[int, ...], TrackedObjects] = {}
         self._dead: set[int] = set()
-        self._epochs = itertools.count(1)
+        self._formed = itertools.count(1)
 
     def __iter__(self) -> Iterator[TrackedObjects]:
         return iter(list(self._teams.values()))
 
-    def of(self, engines: tuple[int, ...]) -> TrackedObjects:
-        """Return the tracked objects of some engines. A team of which they are the survivors continues with them."""
-        tracked = self._teams.get(engines)
+    def of(self, team: Team) -> TrackedObjects:
+        """Return the tracked objects of a team, which continues with its living engines."""
+        whole = team.whole or team.engines
+        tracked = self._teams.get(whole)
         if tracked is None:
-            for other in self:
-                if self._lost_some(other) and set(other.key[0]) - self._dead == set(engines):
-                    self._move(other, engines)
-                    return other
-            tracked = self._teams[engines] = self._make((engines, next(self._epochs)))
+            tracked = self._teams[whole] = self._make(TeamKey(team.engines, next(self._formed), whole))
+        else:
+            self.drop_dead_engines(tracked)
         return tracked
 
     def adopt(self, key: TeamKey, engines: Iterable[int]) -> TrackedObjects:
@@ -49,34 +56,38 @@ class TrackedTeams:
 
         `engines` are those of the cluster. If that notebook ended during a resize, the team may have others.
         """
-        tracked = self._teams[key[0]] = self._make(key)
         there = set(engines)
-        tracked.whole = tuple(engine for engine in key[0] if engine in there)
-        self._epochs = itertools.count(max(key[1], next(self._epochs) - 1) + 1)
+        tracked = self._teams[key.whole] = self._make(key)
+        self._formed = itertools.count(max(key.formed, next(self._formed) - 1) + 1)
+        whole = tuple(engine for engine in key.whole if engine in there)
+        if whole != key.whole:
+            self._change(tracked, tuple(engine for engine in key.engines if engine in there), whole)
+        self.drop_dead_engines(tracked)
         return tracked
 
     def engine_died(self, engine: int) -> None:
         """Note that an engine's process has ended, from any thread."""
         self._dead.add(engine)
 
-    def drop_dead_engines(self, tracked: TrackedObjects) -> None:
-        """Continue a team with its living engines, if it has lost some and not all."""
-        if self._lost_some(tracked):
-            self._move(tracked, tuple(engine for engine in tracked.key[0] if engine not in self._dead))
+    def drop_dead_engines(self, tracked: TrackedObjects) -> bool:
+        """Continue a team with its living engines, if it has lost some and not all. Return whether it has."""
+        engines = tracked.key.engines
+        living = tuple(engine for engine in engines if engine not in self._dead)
+        if living == engines or not living:
+            return False
+        self._change(tracked, living, tracked.key.whole)
+        return True
 
-    def _lost_some(self, tracked: TrackedObjects) -> bool:
-        engines = tracked.key[0]
-        return not self._dead.isdisjoint(engines) and not self._dead.issuperset(engines)
-
-    def _move(self, tracked: TrackedObjects, engines: tuple[int, ...], *, takes_over: bool = False) -> None:
-        """Continue a team with fewer or more engines. The engines that stay keep its objects."""
-        old, new = tracked.key, (engines, next(self._epochs))
+    def _change(
+        self, tracked: TrackedObjects, engines: tuple[int, ...], whole: tuple[int, ...], *, takes_over: bool = False
+    ) -> None:
+        """Continue a team with other engines. Those that stay keep its objects."""
+        old, new = tracked.key, TeamKey(engines, next(self._formed), whole)
         try:
-            staying = [engine for engine in old[0] if engine in engines and engine not in self._dead]
+            staying = [engine for engine in old.engines if engine in engines and engine not in self._dead]
             self._operations.rename(staying, old, new, takes_over=takes_over)
         finally:
-            del self._teams[old[0]]
-            self._teams[engines] = tracked
+            self._teams = {key: each for key, each in self._teams.items() if each is not tracked} | {whole: tracked}
             tracked.move(new)
 
     def engines_replaced(
@@ -97,39 +108,53 @@ class TrackedTeams:
         if grown:
             self._drop_without_handles()
         for tracked in self:
-            tracked.whole = grown.get(tracked.whole, tracked.whole)
-            now = tuple(engine for engine in tracked.whole if engine in alive | replaced)
-            if now != tracked.key[0] and now not in self._teams and not alive.isdisjoint(tracked.key[0]):
-                self._move(tracked, now, takes_over=bool(grown))
+            whole = grown.get(tracked.key.whole, tracked.key.whole)
+            now = tuple(engine for engine in whole if engine in alive | replaced)
+            if now != tracked.key.engines and not alive.isdisjoint(tracked.key.engines):
+                self._change(tracked, now, whole, takes_over=bool(grown))
         unlike: list[DistributedValues] = []
-        for key, tracked in list(self._teams.items()):
-            if replaced.isdisjoint(key):
-                continue
-            kept = [replica for replica, engine in enumerate(key) if engine in alive]
-            if not kept:
-                tracked.end()
-                del self._teams[key]
-                continue
-            lost = [replica for replica, engine in enumerate(key) if engine in replaced]
-            unlike += self._restore(tracked, kept[0], lost)
+        for tracked in self:
+            if not replaced.isdisjoint(tracked.key.engines):
+                unlike += self._restore(tracked, alive, replaced)
         return unlike
 
-    def _restore(self, tracked: TrackedObjects, survivor: int, new: Sequence[int]) -> list[DistributedValues]:
-        """Copy objects to new replicas. Return the handles of mirrored objects that some of these never had."""
+    def _restore(
+        self, tracked: TrackedObjects, survivors: Collection[int], replaced: Collection[int]
+    ) -> list[DistributedValues]:
+        """Copy objects to new engines. Return the handles of mirrored objects that some of these never had.
+
+        If an engine ends meanwhile, the copying begins again without it.
+        """
         handles = tracked.handles()
-        states = [state_of_handle(handle) for handle in handles if isinstance(handle, Mirrored)]
-        mirrored = tuple(state.identity for state in states if not state.divided)
-        tracked.resend_all()  # the new processes have nothing
-        restored = self._operations.restore(tracked, survivor, new, mirrored)
-        self._operations.bind_again(tracked)
+        while True:
+            self.drop_dead_engines(tracked)
+            source = next((each for each in tracked.key.engines if each in survivors and each not in self._dead), None)
+            if source is None:
+                tracked.end()
+                del self._teams[tracked.key.whole]
+                return []
+            living = tracked.key.engines
+            new = [engine for engine in living if engine in replaced]
+            states = [state_of_handle(handle) for handle in handles if isinstance(handle, Mirrored)]
+            mirrored = tuple(state.identity for state in states if not state.divided)
+            tracked.resend_all()  # the new processes have nothing
+            try:
+                restored = self._operations.restore(tracked, source, new, mirrored)
+                self._operations.bind_again(tracked)
+            except EngineDied:
+                if tracked.key.engines == living and self._dead.isdisjoint(living):
+                    raise
+            else:
+                break
         unlike: list[DistributedValues] = []
+        replicas = [tracked.key.engines.index(engine) for engine in new]
         for handle in handles:
             state = state_of_handle(handle)
             if state.identity in restored:
-                state.restored(new, survivor)
+                state.restored(replicas, tracked.key.engines.index(source))
                 continue
-            state.gone.update(tracked.key[0][replica] for replica in new if replica in state.facts)
-            if isinstance(handle, Mirrored) and not state.facts.keys() >= set(new):
+            state.gone.update(engine for engine, replica in zip(new, replicas, strict=True) if replica in state.facts)
+            if isinstance(handle, Mirrored) and not state.facts.keys() >= set(replicas):
                 change_kind(handle, mirrored=False)
                 unlike.append(handle)
         return unlike
@@ -144,7 +169,8 @@ class TrackedTeams:
         """
         targets: dict[tuple[int, ...], TrackedObjects] = {}
         for tracked in filter(TrackedObjects.handles, self):
-            target = tuple(each for each in grown.get(tracked.whole, tracked.whole) if each not in leaving)
+            whole = tracked.key.whole
+            target = tuple(each for each in grown.get(whole, whole) if each not in leaving)
             if target and target in targets:
                 names = [self.names(each.handles()) or "unnamed objects" for each in (targets[target], tracked)]
                 raise OptionError(
@@ -170,10 +196,10 @@ class TrackedTeams:
         leaving_set = set(leaving)
         for tracked in filter(TrackedObjects.handles, self):
             self.drop_dead_engines(tracked)
-            gone = [replica for replica, engine in enumerate(tracked.key[0]) if engine in leaving]
-            changes = tracked.whole in grown or not leaving_set.isdisjoint(tracked.whole)
+            gone = [replica for replica, engine in enumerate(tracked.key.engines) if engine in leaving]
+            changes = tracked.key.whole in grown or not leaving_set.isdisjoint(tracked.key.whole)
             if changes and len(gone) < tracked.size:
-                tracked.common = self._operations.settle(tracked, gone, strategies.get(tracked.whole, ()))
+                tracked.common = self._operations.settle(tracked, gone, strategies.get(tracked.key.whole, ()))
 
     def engines_removed(self, engines: Iterable[int], *, settled: bool) -> str:
         """Note engines that leave the cluster, and return the names of the values that are lost with them.
@@ -186,15 +212,15 @@ class TrackedTeams:
         self._drop_without_handles()
         lost: list[DistributedValues] = []
         for tracked in self:
-            before = tracked.key[0]
-            now = tuple(engine for engine in before if engine not in leaving)
-            tracked.whole = tuple(engine for engine in tracked.whole if engine not in leaving)
+            before = tracked.key
+            now = tuple(engine for engine in before.engines if engine not in leaving)
+            whole = tuple(engine for engine in before.whole if engine not in leaving)
             lost += [handle for handle in tracked.handles() if _loses(handle, leaving)]
             if not now:
                 tracked.end()
-                del self._teams[before]
-            elif now != before:
-                self._move(tracked, now, takes_over=settled)
+                del self._teams[before.whole]
+            elif (now, whole) != (before.engines, before.whole):
+                self._change(tracked, now, whole, takes_over=settled)
             for handle in tracked.handles():
                 state_of_handle(handle).forget(leaving)
         self._dead -= leaving
@@ -202,11 +228,12 @@ class TrackedTeams:
 
     def _drop_without_handles(self) -> None:
         """Drop the teams of which the notebook has no handle. Whatever else they have is sent again."""
-        for key, tracked in list(self._teams.items()):
+        for tracked in self:
             if not tracked.handles():
-                self._operations.rename([engine for engine in key if engine not in self._dead], tracked.key, None)
+                living = [engine for engine in tracked.key.engines if engine not in self._dead]
+                self._operations.rename(living, tracked.key, None)
                 tracked.end()
-                del self._teams[key]
+                del self._teams[tracked.key.whole]
 
     def names(self, handles: Iterable[DistributedValues]) -> str:
         """Return the names that the notebook has bound to some of these handles, as text."""
@@ -223,7 +250,7 @@ class TrackedTeams:
 def _loses(handle: DistributedValues, leaving: Collection[int]) -> bool:
     """Return whether a value loses components with some engines that the remaining ones do not have, too."""
     state = state_of_handle(handle)
-    engines = state.tracked.key[0]
+    engines = state.tracked.key.engines
     is_common = isinstance(handle, Mirrored) or state.identity in state.tracked.common
     if is_common and any(engine not in leaving for engine in engines):
         return False

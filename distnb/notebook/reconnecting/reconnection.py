@@ -179,25 +179,26 @@ def restore_names(engines: Engines, namespace: NotebookNamespace, ask: Ask, late
     saved = SavedNames.load(engines.cluster.directory)
     before = {name for name in user_names(namespace.user_ns) if not _is_stale(namespace.user_ns[name])}
     names = {name: each.identity for name, each in saved.bound.items()}
-    keys = sorted({key for state in states.values() for key in state.teams}, key=lambda key: -len(key[0]))
+    keys = sorted({key for state in states.values() for key in state.teams}, key=lambda key: -len(key.engines))
     # The notebook may have ended before a new process got a copy of what the others have.
     empty = {engine for engine, state in states.items() if keys and not state.teams}
-    for engine in {*engines.ids, *(engine for key in keys for engine in key[0])} - (states.keys() - empty):
+    for engine in {*engines.ids, *(engine for key in keys for engine in key.engines)} - (states.keys() - empty):
         namespace.engine_died(engine)
     skipped = tuple(before)
     for key in keys:
-        alive = [engine for engine in key[0] if engine in states and engine not in empty]
+        alive = [engine for engine in key.engines if engine in states and engine not in empty]
         if not all(key in states[engine].teams for engine in alive):
             continue  # the notebook ended while it sent the engines another key
-        team_engines = namespace.adopt_team(key, engines.ids)
-        snapshot = namespace.restoring_snapshot(team_engines)
+        tracked = namespace.adopt_team(key, engines.ids)
+        team_engines = tracked.key.engines
+        snapshot = namespace.restoring_snapshot(tracked)
         behind = min(team_engines, key=lambda engine: latest.get(engine, 0))
         undone = tuple(engine for engine in team_engines if latest.get(engine, 0) > latest.get(behind, 0))
         order = partial(Restore, snapshot=snapshot, names=names, skipped=skipped, undone=undone)
         replies = ask(team_engines, lambda program, team, order=order: order(program, team))  # type: ignore[misc]
         environment = replies[behind].environment
         results = {engine: reply._replace(environment=environment) for engine, reply in replies.items()}
-        namespace.restored(team_engines, {team_engines.index(engine): each for engine, each in results.items()})
+        namespace.restored(tracked, {team_engines.index(engine): each for engine, each in results.items()})
         skipped = tuple(name for name in user_names(namespace.user_ns) if not _is_stale(namespace.user_ns[name]))
     for name, module in saved.modules.items():
         if name not in before:

@@ -164,7 +164,9 @@ def frozen_on_some_replicas(r: Replica) -> None:
     for _ in range(2):
         sum(loss_of(model, r.batch(5)[1], 5) for model in models).backward()
     models[1][0].requires_grad_(r.rank > 0)
-    with pytest.raises(GradientError, match=r"replica 0 has parameter 0 frozen, replica 1 has parameter 0 as float64"):
+    with pytest.raises(
+        GradientError, match=r"replica 0 has parameter 0 frozen and replica 1 has parameter 0 as float64"
+    ):
         sum(loss_of(model, r.batch(5)[1], 5) for model in models).backward()
 
 
