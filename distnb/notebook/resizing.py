@@ -138,11 +138,8 @@ class Resizing:
         if (further or leaving or broken) and not engines.tasks:  # workers may be busy with closures, for any time
             self._share_cores({each.engine for each in there} - {*leaving})
         if lost := [each.engine for each in [*there, *further] if each.engine not in {*engines.left, *leaving}]:
-            print(
-                f"distnb: engine {', '.join(map(str, lost))} ended during the resize. %distnb restart --missing starts a "
-                "replacement.",
-                file=sys.stderr,
-            )
+            ended = ", ".join(map(str, lost))
+            print(f"distnb: engine {ended} ended meanwhile. Replace it: %distnb restart --missing", file=sys.stderr)
         if self._is_interrupted:
             print(f"distnb: the interrupt came too late. The cluster has {self._count(size)} now.", file=sys.stderr)
             raise KeyboardInterrupt

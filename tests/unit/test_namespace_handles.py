@@ -743,7 +743,15 @@ def test_an_engine_dies_while_objects_are_copied_to_new_ones(operation: str, vic
     world.namespace.operations._perform = dying
     for engine in (3, 4):
         world.add_engine(engine)
-    world.namespace.engines_replaced([3, 4], [0, 1, 2], {(0, 1, 2): (0, 1, 2, 3, 4)})
+    change = [3, 4], [0, 1, 2], {(0, 1, 2): (0, 1, 2, 3, 4)}
+    if victim == 3:
+        with pytest.raises(EngineDied):
+            world.namespace.engines_replaced(*change)
+        world.namespace.engines_removed([3, 4], settled=False)
+        there(world, "total = float(model.weight.sum())")
+        assert (names["total"], names["mine"].values) == (6.0, ([0], [1], [2]))
+        return
+    world.namespace.engines_replaced(*change)
     living = [engine for engine in range(5) if engine != victim]
     world.run(distributed("total = float(model.weight.sum())"), team_of(*living, whole=(0, 1, 2, 3, 4)))
     assert names["total"] == 6.0

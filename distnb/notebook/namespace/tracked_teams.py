@@ -123,10 +123,15 @@ class TrackedTeams:
     ) -> list[DistributedValues]:
         """Copy objects to new engines. Return the handles of mirrored objects that some of these never had.
 
-        If an engine ends meanwhile, the copying begins again without it.
+        If one of the other engines ends meanwhile, the copying begins again without it.
+
+        Raises:
+            EngineDied: A new engine has ended.
         """
         handles = tracked.handles()
         while True:
+            if lost := self._dead.intersection(replaced, tracked.key.engines):
+                raise EngineDied(f"Engine {min(lost)} ended while objects were copied to it.")
             self.drop_dead_engines(tracked)
             source = next((each for each in tracked.key.engines if each in survivors and each not in self._dead), None)
             if source is None:
@@ -142,7 +147,7 @@ class TrackedTeams:
                 restored = self._operations.restore(tracked, source, new, mirrored)
                 self._operations.bind_again(tracked)
             except EngineDied:
-                if tracked.key.engines == living and self._dead.isdisjoint(living):
+                if not self._dead.isdisjoint(new) or self._dead.isdisjoint(living):
                     raise
             else:
                 break
