@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -241,3 +242,45 @@ def test_sizes_that_make_no_sense_are_refused(session: Session, arguments: dict[
     with pytest.raises((OptionError, StartError), match=text):
         session.resize(**arguments)
     assert sizes(session) == before
+
+
+LEARN = """
+def learn(x):
+    total.assign_add(len(x))
+    distnb.nn.compute_average_loss(changed(x).square().sum(1)).backward()
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+def epoch():
+    for batch in strategy.distribute_dataset(torch.arange(24.0).view(6, 4) / 24, batch_size=6):
+        strategy.run(learn, args=(batch,))
+"""
+LAYERS = f"""{LEARN}
+torch.manual_seed(4)
+with strategy.scope():
+    changed = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+    total = distnb.Variable(0, aggregation="sum")
+epoch()
+with strategy.scope():
+    changed[2] = torch.nn.Linear(4, 2)
+    changed.append(torch.nn.Linear(2, 1))
+del changed[1]
+epoch()
+"""
+MORE = f"{LEARN}epoch()\nstrategy.assert_in_sync(changed)\nfound = [p.tolist() for p in changed.parameters()], int(total)\n"
+
+
+def test_models_with_replaced_added_and_deleted_layers_follow_the_replicas(session: Session) -> None:
+    session.resize(2)
+    alone: Any = {"strategy": distnb.get_strategy(), "distnb": distnb, "torch": torch}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_cell(session, LAYERS, "layers")
+        exec(LAYERS, alone)
+        for number, change in enumerate((lambda: session.resize(3), lambda: lose(session, 0), lambda: None)):
+            change()
+            session.restart(missing=True)
+            run_cell(session, MORE, f"more-{number}")
+            exec(MORE, alone)
+            assert flat(session.user_ns["found"]) == pytest.approx(flat(alone["found"]), abs=1e-5)

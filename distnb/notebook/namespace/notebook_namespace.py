@@ -81,7 +81,7 @@ class NotebookNamespace:
             filename, label: The file name of the code objects and the cell's name in tracebacks. Tracebacks show the
                 notebook's lines of that file, not those of the source.
         """
-        tracked = self._teams.of(team)
+        tracked = self._teams.next_of(team)
         reads = names_read(source)
         needs = self._needs(tracked)
         needs.digests.attributes |= reads.attributes
@@ -107,7 +107,7 @@ class NotebookNamespace:
 
     def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> Snapshot:
         """Return the snapshot of a call of a strategy's method, with its arguments, including functions."""
-        return self.call_snapshot(self._teams.of(team), (tuple(args), dict(kwargs)))
+        return self.call_snapshot(self._teams.next_of(team), (tuple(args), dict(kwargs)))
 
     def call_snapshot(
         self,

@@ -42,13 +42,18 @@ class TrackedTeams:
         return iter(list(self._teams.values()))
 
     def of(self, team: Team) -> TrackedObjects:
-        """Return the tracked objects of a team, which continues with its living engines."""
+        """Return the tracked objects of a team that has run a program."""
         whole = team.whole or team.engines
         tracked = self._teams.get(whole)
         if tracked is None:
             tracked = self._teams[whole] = self._make(TeamKey(team.engines, next(self._formed), whole))
-        else:
-            self.drop_dead_engines(tracked)
+        return tracked
+
+    def next_of(self, team: Team) -> TrackedObjects:
+        """Return the tracked objects of a team that is about to run a program. It continues with the team's engines."""
+        tracked = self.of(team)
+        if set(team.engines) < set(tracked.key.engines):
+            self._change(tracked, team.engines, tracked.key.whole)
         return tracked
 
     def adopt(self, key: TeamKey, engines: Iterable[int]) -> TrackedObjects:

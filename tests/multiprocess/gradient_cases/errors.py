@@ -186,6 +186,30 @@ def a_replacement_of_a_lost_replica(r: Replica) -> None:
 
 
 @case
+def copies_without_gradients_get_them(r: Replica) -> None:
+    """Keras's copies of a model lack them. Nobody was interrupted, so nothing is reset and there is no warning."""
+    model, plain = r.make(mlp)
+    torch.optim.Adam(model.parameters())  # of which the new replica has no copy
+    loss_of(model, r.batch(5)[1], 5).backward()
+    loss_of(plain, r.batch(5)[0], 5).backward()
+    if r.rank == r.size - 1:
+        places = [find_mirror(each) for each in model.parameters()]
+        model = copy.deepcopy(model)
+        model.zero_grad()
+        model.label = "restored"
+        r.use()
+        for parameter, mirror in zip(model.parameters(), places, strict=True):
+            r.sync.register(parameter, model, at=(mirror.group.identity, mirror.place))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resynchronise(r.group, r.sync.groups)
+    same(model, plain)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # they count as aggregated
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    same(model, plain, "values")
+
+
+@case
 def nothing_is_kept_alive(r: Replica) -> None:
     model, _ = r.make(mlp)
     loss_of(model, r.batch(5)[1], 5).backward()
