@@ -31,7 +31,7 @@ __all__ = ["Report", "all_equal", "digest_of", "exchange"]
 
 
 class Report(NamedTuple):
-    """One replica's report.
+    """A replica's report about a running pass.
 
     Attributes:
         ended: Whether the pass has ended on the replica; if not, it is about to start the buckets of one model.
