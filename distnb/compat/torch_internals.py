@@ -81,6 +81,7 @@ __all__ = [
     "shapes_of_outputs",
     "sparse_parts",
     "step_hooks",
+    "surround_step",
     "typed_storage",
     "untyped_storage",
     "uses_of_storage",
@@ -301,6 +302,23 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 def step_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's own hooks for steps, by the names of attributes."""
     return {name: found for name in _STEP_HOOKS if (found := vars(optimizer).get(name))}
+
+
+def surround_step(
+    optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., Any]
+) -> Callable[[], None]:
+    """Call functions right before and after the next step of an optimizer, within all its other hooks.
+
+    Call this in a global hook, which comes before the optimizer's own. Return a function that removes both.
+    """
+    first, last = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    optimizer._optimizer_step_post_hooks.move_to_end(last.id, last=False)  # type: ignore[attr-defined]
+
+    def remove() -> None:
+        first.remove()
+        last.remove()
+
+    return remove
 
 
 def call_state_dict_hooks(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

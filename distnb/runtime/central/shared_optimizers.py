@@ -27,6 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from distnb.collectives.gradients.optimizer_steps import guard_optimizers
 from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.collectives.group.eager import always_eager
+from distnb.compat import torch_internals
 from distnb.errors import GradientError
 from distnb.runtime.central.host_tensors import OnHost
 from distnb.runtime.central.shared_variables import SharedVariables
@@ -79,11 +80,12 @@ class SharedOptimizers:
         self._variables = variables
         self._sync = sync
         self._under_way: dict[int, _SharedStep] = {}
+        self._surrounded: dict[int, Callable[[], None]] = {}
         self._generation: int | None = None
         self._stepped: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         guard_optimizers()  # its hook must come first: it checks gradients, some of which `_before_step` removes
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+        register_optimizer_step_pre_hook(self._surround)
+        register_optimizer_step_post_hook(self._release)
 
     def end_half_steps(self) -> None:
         """Finish the steps that a program's end has interrupted, and warn about each.
@@ -101,15 +103,23 @@ class SharedOptimizers:
             )
         self._under_way.clear()
 
-    @always_eager
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        group = self._group()
+    def _surround(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Divide the step within the user's hooks, which change variables as programs do: on every replica."""
+        self._release(optimizer)
         if (interrupted := self._under_way.pop(id(optimizer), None)) is not None:
             interrupted.end()
             interrupted.on_host.end()
-        parameters = _parameters(optimizer)
-        if group.size == 1 or not any(map(self._owns, parameters)):
-            return None
+        if self._group().size > 1 and any(map(self._owns, _parameters(optimizer))):
+            remove = torch_internals.surround_step(optimizer, self._before_step, self._after_step)
+            self._surrounded[id(optimizer)] = remove
+
+    def _release(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+        if (remove := self._surrounded.pop(id(optimizer), None)) is not None:
+            remove()
+
+    @always_eager
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        group, parameters = self._group(), _parameters(optimizer)
         divisible = type(optimizer) in _DIVISIBLE
         if divisible:
             args, kwargs = _with_closure_called(args, kwargs)
@@ -177,11 +187,22 @@ class SharedOptimizers:
                 f"{name} got options in the middle of training that need new state. Under central storage only one "
                 "replica would have this state. Create a new optimizer with these options."
             )
+        self._adopt_numbers(step)
         stepped = self._stepped.setdefault(optimizer, set())
         for parameter in step.alike:
             stepped.add(id(parameter))
             for key, value in _kept(optimizer, parameter).items():
                 self._variables.expect_once(f"{key} of {name}", value)
+
+    def _adopt_numbers(self, step: _SharedStep) -> None:
+        """Adopt the Python numbers in the other owners' state, which cannot be in common memory: SparseAdam's steps."""
+        optimizer, others = step.optimizer, [parameter for parameter, _ in step.others]
+        if any(_numbers(optimizer, parameter) for parameter in (*step.mine, *others)):
+            parameters, owned = _parameters(optimizer), set(map(id, step.mine))
+            own = {place: _numbers(optimizer, each) for place, each in enumerate(parameters) if id(each) in owned}
+            for numbers in self._group().all_gather_object(own):
+                for place, found in numbers.items():
+                    optimizer.state[parameters[place]].update(found)
 
     def _owns(self, parameter: torch.Tensor) -> bool:
         mirror = find_mirror(parameter)
@@ -202,6 +223,11 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 def _kept(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, torch.Tensor]:
     state: Iterable[tuple[Any, Any]] = optimizer.state.get(parameter, {}).items()
     return {key: value for key, value in state if isinstance(value, torch.Tensor) and value.numel()}
+
+
+def _numbers(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, int | float]:
+    state: Iterable[tuple[Any, Any]] = optimizer.state.get(parameter, {}).items()
+    return {key: value for key, value in state if type(value) in (int, float)}
 
 
 def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -30,11 +30,16 @@ from distnb.errors import OutOfSyncError
 from distnb.runtime.central.host_tensors import HostTensors
 
 if TYPE_CHECKING:
+    from distnb.collectives.gradients.parameter_groups import Identity
     from distnb.collectives.group.interface import Group
 
 __all__ = ["SharedVariables"]
 
 _ALIGNMENT = 64
+
+_Number = tuple[int, ...]
+"""The number of a shared tensor, the same on every replica: (0, *identity of a parameter's group, its place there); or
+for a tensor of `expect_once` (1, a count). A replica that was added or replaced knows parameters in another order."""
 
 
 @dataclass(eq=False)
@@ -42,7 +47,7 @@ class _Place:
     """The place of a tensor in shared memory.
 
     Attributes:
-        number: The number of the tensor, the same on every replica.
+        number: The number of the tensor.
         owner: The replica that updates the tensor.
         own: A view for the running program. A write makes the page private to this replica.
         common: A view for the owner's updates. All replicas see its writes.
@@ -50,7 +55,7 @@ class _Place:
 
     tensor: weakref.ref[torch.Tensor]
     label: str
-    number: int
+    number: _Number
     owner: int
     memory: SharedMemory
     pages: range
@@ -94,17 +99,22 @@ class SharedVariables:
         self._generation: int | None = None
         self._places: dict[int, _Place] = {}
         self._memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
-        self._known: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}  # in the same order on every replica
-        self._awaited: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
-        self._expected = 0
+        self._known: dict[int, tuple[str, weakref.ref[torch.Tensor], _Number]] = {}
+        self._awaited: dict[_Number, tuple[str, weakref.ref[torch.Tensor]]] = {}
+        self._expected_once = 0
         self._loads: list[int] = []
 
-    def expect(self, label: str, tensor: torch.Tensor) -> None:
-        """Share a variable from the next synchronisation on. All replicas must expect the same variables."""
+    def expect(self, label: str, tensor: torch.Tensor, group: Identity, place: int) -> None:
+        """Share a variable, a parameter at a place of a group, from the next synchronisation on.
+
+        All replicas must expect the same variables.
+        """
         identity, known = id(tensor), self._known
         if identity not in known:
-            known[identity] = (label, weakref.ref(tensor, lambda _: known.pop(identity, None)))
-            self._await(known[identity])
+            number = (0, *group, place)
+            reference = weakref.ref(tensor, lambda _: known.pop(identity, None))
+            known[identity] = (label, reference, number)
+            self._awaited[number] = (label, reference)
 
     def expect_once(self, label: str, tensor: torch.Tensor) -> None:
         """Share a tensor from the next synchronisation on, until it loses its place, such as in a new generation.
@@ -112,11 +122,8 @@ class SharedVariables:
         The caller must then expect it again. (A variable of `expect` is shared again automatically.)
         """
         if self.owner_of(tensor) is None:
-            self._await((label, weakref.ref(tensor)))
-
-    def _await(self, named: tuple[str, weakref.ref[torch.Tensor]]) -> None:
-        self._expected += 1
-        self._awaited[self._expected] = named
+            self._expected_once += 1
+            self._awaited[1, self._expected_once] = (label, weakref.ref(tensor))
 
     def owner_of(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the replica that updates a tensor, or None if the tensor is not shared."""
@@ -167,8 +174,8 @@ class SharedVariables:
         self._release_replaced()
         self._places, self._loads = {}, [0] * group.size
         self._memories = weakref.WeakSet()
-        self._awaited = dict(enumerate(self._known.values()))
-        self._expected = len(self._awaited)
+        self._awaited = {number: (label, reference) for label, reference, number in list(self._known.values())}
+        self._expected_once = 0
 
     def _release_replaced(self) -> None:
         """Expect tensors again to which a program has given other memory."""
@@ -176,11 +183,14 @@ class SharedVariables:
             tensor = place.tensor()
             if tensor is not None and not place.still_holds(tensor):
                 del self._places[identity]
-                if self._known.pop(identity, None) is not None:
-                    self.expect(place.label, tensor)
+                self._await_again(tensor)
         for tensor in self.hosts.release_replaced():
-            label, _ = self._known.pop(id(tensor))
-            self.expect(label, tensor)
+            self._await_again(tensor)
+
+    def _await_again(self, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._known:
+            label, reference, number = self._known[id(tensor)]
+            self._awaited[number] = (label, reference)
 
     # Changed tensors ------------------------------------------------------------------------------------------------
 
@@ -194,7 +204,7 @@ class SharedVariables:
         ]
         numbers = sorted({number for theirs in group.all_gather_object(mine) for number in theirs})
         digests = {number: _digest(_bytes(places[number].own)) for number in numbers if number in places}
-        everyones: list[dict[int, bytes]] = group.all_gather_object(digests)
+        everyones: list[dict[_Number, bytes]] = group.all_gather_object(digests)
         for number in numbers:
             # A replica that has freed its tensor has no digest, and is left out of the comparison.
             if len({theirs[number] for theirs in everyones if number in theirs}) > 1:
@@ -209,7 +219,7 @@ class SharedVariables:
     # New tensors ----------------------------------------------------------------------------------------------------
 
     def _collect(self, group: Group) -> None:
-        tensors: dict[int, torch.Tensor] = {}
+        tensors: dict[_Number, torch.Tensor] = {}
         seen: set[int] = set()
         for number, (_, reference) in list(self._awaited.items()):
             tensor = reference()
@@ -226,21 +236,25 @@ class SharedVariables:
             if memories[tensor.untyped_storage().data_ptr()] > 1:
                 del self._awaited[number], tensors[number]
         offers = {number: _offer(self._awaited[number][0], tensor) for number, tensor in tensors.items()}
-        gathered: list[dict[int, _Offer]] = group.all_gather_object(offers)
-        if not any(gathered):
-            return
-        # Garbage collectors run at different times. A tensor that one replica has freed cannot be shared by the others.
-        common = [number for number in offers if all(number in each for each in gathered)]
-        for number in common:
+        everyones: list[tuple[dict[_Number, _Offer], set[_Number]]]
+        everyones = group.all_gather_object((offers, set(self._awaited)))
+        gathered = [theirs for theirs, _ in everyones]
+        # Garbage collectors run at different times. A tensor that one replica has freed, or a new one never got, is not
+        # shared. A lazy one is awaited.
+        common = sorted(number for number in offers if all(number in theirs for theirs in gathered))
+        apart = {number for number in offers if not all(number in awaited for _, awaited in everyones)}
+        for number in apart.union(common):
             del self._awaited[number]
-        if not common or any(each[number] != offers[number] for each in gathered for number in common):
+        unlike = [number for number in common if any(each[number] != offers[number] for each in gathered)]
+        if unlike:
             warnings.warn(
-                f"The replicas do not hold the same {len(common) or len(offers)} variables of central storage, such as "
-                f"{next(iter(offers.values())).label if offers else 'those of another replica'}: each keeps copies of "
-                "its own, as under MirroredStrategy.",
+                f"The replicas do not hold the same values of {len(unlike)} variables of central storage, such as "
+                f"{offers[unlike[0]].label}: each keeps copies of these, as under MirroredStrategy.",
                 UserWarning,
                 stacklevel=2,
             )
+        common = [number for number in common if number not in unlike]
+        if not common:
             return
         sizes = [-(-offers[number].nbytes // _ALIGNMENT) * _ALIGNMENT for number in common]
         *begins, nbytes = accumulate(sizes, initial=0)
@@ -264,7 +278,7 @@ class SharedVariables:
         tensor.data = place.own
 
 
-def _drifted(place: _Place | None, number: int, everyones: Sequence[Mapping[int, bytes]]) -> OutOfSyncError:
+def _drifted(place: _Place | None, number: _Number, everyones: Sequence[Mapping[_Number, bytes]]) -> OutOfSyncError:
     shown = f"{place.label} of shape {list(place.own.shape)}" if place is not None else "a variable"
     first = everyones[0].get(number)
     unlike = [str(rank) for rank, theirs in enumerate(everyones) if theirs.get(number, first) != first]
@@ -290,7 +304,9 @@ def _offer(label: str, tensor: torch.Tensor) -> _Offer:
     )
 
 
-def _placed(tensor: torch.Tensor, offer: _Offer, number: int, owner: int, memory: SharedMemory, begin: int) -> _Place:
+def _placed(
+    tensor: torch.Tensor, offer: _Offer, number: _Number, owner: int, memory: SharedMemory, begin: int
+) -> _Place:
     """Return a place for a tensor in shared memory, with the tensor's shape, strides and offset."""
     own, common = (
         torch.empty(0, dtype=tensor.dtype, device="cpu").set_(

@@ -459,7 +459,9 @@ class Registration:
         # A small parameter that is never trained is not worth sharing.
         worth_it = parameter.requires_grad or is_lazy(parameter) or parameter.nbytes >= _LARGE_NBYTES
         if self.shared is not None and worth_it:
-            self.shared.expect(key.label + name, parameter)
+            registered = find_mirror(parameter)
+            assert registered is not None
+            self.shared.expect(key.label + name, parameter, registered.group.identity, registered.place)
         return True
 
 

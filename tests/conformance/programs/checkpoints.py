@@ -55,3 +55,30 @@ def batch_norm_and_a_schedule():
     pause()
     train(step, rows(8, 3, seed=3), rows(8, 2, seed=4))
     return {"model": whole(model), "kept": sorted(kept)}
+
+
+@program(under=("default", "one_device", "mirrored", "multi_worker", "central_storage"))
+def a_model_with_changed_layers():
+    def step(batch):
+        x, y = batch
+        loss = mse(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    train(step, rows(8, 3), rows(8, 2, seed=2))
+    with strategy.scope():
+        model[2] = nn.Linear(4, 3)
+        model.append(nn.Linear(3, 2))
+    del model[1]
+    with strategy.scope():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    kept = {"model": model, "optimizer": optimizer}
+    pause()
+    train(step, rows(8, 3), rows(8, 2, seed=2))
+    pause()
+    train(step, rows(8, 3, seed=3), rows(8, 2, seed=4))
+    return {"model": whole(model), "kept": sorted(kept)}
