@@ -77,7 +77,6 @@ class _Place:
 class _Offer(NamedTuple):
     """A replica's description of a tensor to share. The tensor is shared if all replicas' descriptions are equal."""
 
-    label: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
@@ -235,7 +234,8 @@ class SharedVariables:
         for number, tensor in list(tensors.items()):
             if memories[tensor.untyped_storage().data_ptr()] > 1:
                 del self._awaited[number], tensors[number]
-        offers = {number: _offer(self._awaited[number][0], tensor) for number, tensor in tensors.items()}
+        offers = {number: _offer(tensor) for number, tensor in tensors.items()}
+        labels = {number: self._awaited[number][0] for number in tensors}
         everyones: list[tuple[dict[_Number, _Offer], set[_Number]]]
         everyones = group.all_gather_object((offers, set(self._awaited)))
         gathered = [theirs for theirs, _ in everyones]
@@ -249,7 +249,7 @@ class SharedVariables:
         if unlike:
             warnings.warn(
                 f"The replicas do not hold the same values of {len(unlike)} variables of central storage, such as "
-                f"{offers[unlike[0]].label}: each keeps copies of these, as under MirroredStrategy.",
+                f"{labels[unlike[0]]}: each keeps copies of these, as under MirroredStrategy.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -264,7 +264,8 @@ class SharedVariables:
         for number, begin in zip(common, begins, strict=True):
             owner = self._loads.index(min(self._loads))  # the replica that owns the fewest bytes
             self._loads[owner] += offers[number].nbytes
-            places.append(_placed(tensors[number], offers[number], number, owner, memory, begin))
+            place = _placed(tensors[number], labels[number], offers[number], number, owner, memory, begin)
+            places.append(place)
             if owner == group.rank:
                 _bytes(places[-1].common).copy_(_bytes(tensors[number]))
         group.barrier()
@@ -290,11 +291,10 @@ def _drifted(place: _Place | None, number: _Number, everyones: Sequence[Mapping[
     )
 
 
-def _offer(label: str, tensor: torch.Tensor) -> _Offer:
+def _offer(tensor: torch.Tensor) -> _Offer:
     storage, shape, stride = tensor.untyped_storage(), tuple(tensor.shape), tuple(tensor.stride())
     digest = _digest(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
     return _Offer(
-        label=label,
         shape=shape,
         stride=stride,
         dtype=str(tensor.dtype),
@@ -305,7 +305,7 @@ def _offer(label: str, tensor: torch.Tensor) -> _Offer:
 
 
 def _placed(
-    tensor: torch.Tensor, offer: _Offer, number: _Number, owner: int, memory: SharedMemory, begin: int
+    tensor: torch.Tensor, label: str, offer: _Offer, number: _Number, owner: int, memory: SharedMemory, begin: int
 ) -> _Place:
     """Return a place for a tensor in shared memory, with the tensor's shape, strides and offset."""
     own, common = (
@@ -317,7 +317,7 @@ def _placed(
     pages = memory.pages(begin, offer.nbytes)
     return _Place(
         tensor=weakref.ref(tensor),
-        label=offer.label,
+        label=label,
         number=number,
         owner=owner,
         memory=memory,
