@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+import distnb
 from tests.conformance.prelude import mse, rows, strategy, train, whole
 from tests.conformance.program import EVERYWHERE, Refusal, program
 
@@ -75,6 +76,29 @@ def state_of_an_optimizer():
     states = optimizer.state_dict()["state"]
     kept = {str(number): {name: value.tolist() for name, value in state.items()} for number, state in states.items()}
     return {"state": kept, "model": whole(model)}
+
+
+def _expected_counts(replicas):
+    return {"counts": [[3.0, 3.0, 3.0]] * replicas}
+
+
+@program(under=("default", "one_device", "mirrored", "multi_worker", "central_storage"), expected=_expected_counts)
+def sparse_adam_counts_every_step():
+    with strategy.scope():
+        tables = nn.ModuleList(nn.Embedding(20, 5, sparse=True) for _ in range(3))
+        optimizer = torch.optim.SparseAdam(list(tables.parameters()), lr=0.01)
+
+    def step(numbers):
+        loss = distnb.nn.compute_average_loss(sum(table(numbers).sum((1, 2)) for table in tables))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def counts():
+        return torch.tensor([[float(each["step"]) for each in optimizer.state_dict()["state"].values()]])
+
+    train(step, torch.arange(24).view(12, 2) % 20)
+    return {"counts": strategy.gather(strategy.run(counts), axis=0).tolist()}
 
 
 @program(refused={"sharded": _NOT_ELEMENTWISE})
@@ -214,18 +238,18 @@ def scaled_gradients(scalar):
     return {"model": whole(model), "scale": scaler.get_scale()}
 
 
-@program()
-def post_step_hook():
+@program(cases={f"{when} {name}": {"when": when, "name": name} for when in ("pre", "post") for name in ("SGD", "Adam")})
+def step_hooks(when, name):
     with strategy.scope():
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
 
     def shrink(optimizer, args, options):
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.data.mul_(0.9)
 
     with strategy.scope():
-        optimizer.register_step_post_hook(shrink)
+        getattr(optimizer, f"register_step_{when}_hook")(shrink)
 
     def step(batch):
         x, y = batch
