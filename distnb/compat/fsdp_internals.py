@@ -16,6 +16,7 @@ with private_names("torch"):
 __all__ = [
     "UnitGradients",
     "adopt_changes",
+    "changed_in_forward",
     "discard_local_gradients",
     "has_local_gradients",
     "holds_gathered",
@@ -62,7 +63,8 @@ def adopt_changes(root: Any) -> tuple[str, Any]:
     """Have FSDP use a model's shards as they are now: a program may have converted, frozen or assigned them.
 
     Returns:
-        The name and the value of a parameter that is no shard, or whose shard has another size; or ("", None).
+        The name and the value of a parameter that is no shard, or whose shard has another size; or the name and the
+        dtypes of a unit that has several; or ("", None).
     """
     for unit in _units(root):
         for group in _groups(unit):
@@ -72,7 +74,9 @@ def adopt_changes(root: Any) -> tuple[str, Any]:
                 if not _adopt(parameter):
                     module = parameter._module_info
                     return module.param_name, module.module._parameters.get(module.param_name)
-            _adopt_dtypes(group)
+            dtypes = _adopt_dtypes(group)
+            if len(dtypes) > 1:
+                return group._module_fqn or "", dtypes
     return "", None
 
 
@@ -99,16 +103,21 @@ def _adopt(parameter: Any) -> bool:
     return True
 
 
-def _adopt_dtypes(group: Any) -> None:
-    """Have FSDP note which parameters of a group are trained, and their dtypes. It does so in the first pass only."""
+def _adopt_dtypes(group: Any) -> set[Any]:
+    """Have FSDP note which parameters of a group are trained, and return their dtypes.
+
+    By itself FSDP does so in the first pass only.
+    """
     kinds = [(each.sharded_param.requires_grad, each.sharded_param.dtype) for each in group.fsdp_params]
-    if getattr(group, "_distnb_kinds", kinds) != kinds:
+    dtypes = {dtype for is_trained, dtype in kinds if is_trained}
+    if getattr(group, "_distnb_kinds", kinds) != kinds and len(dtypes) < 2:
         for each in group.fsdp_params:
             if each.sharded_param.dtype != each.orig_dtype and hasattr(each, "_unsharded_param"):
                 del each._unsharded_param
                 each.all_gather_outputs = []
         group._init_mp_dtypes()
     group._distnb_kinds = kinds
+    return dtypes
 
 
 def make_gathered(root: Any) -> None:
@@ -123,6 +132,21 @@ def make_gathered(root: Any) -> None:
                 unit.reshard()
 
 
+def changed_in_forward(unit: Any) -> str:
+    """Return the name of a whole parameter that was changed in place since the last call, or "" if none was.
+
+    FSDP's own writes to the memory do not count.
+    """
+    changed = ""
+    for group in _groups(unit):
+        for parameter in group.fsdp_params:
+            version = parameter._unsharded_param._version
+            if version != getattr(parameter, "_distnb_version", 0):
+                changed = changed or parameter._module_info.param_name
+            parameter._distnb_version = version
+    return changed
+
+
 class UnitGradients:
     """The gradients that a backward pass has computed for a unit on this replica, before FSDP reduces them.
 
@@ -135,8 +159,15 @@ class UnitGradients:
 
     @property
     def new(self) -> list[torch.Tensor]:
-        """The gradients of this pass."""
-        return [each._unsharded_param.grad for each in self._trained() if each._unsharded_param.grad is not None]
+        """The gradients of this pass. Sparse ones are made dense, because FSDP divides rows."""
+        found = []
+        for each in self._trained():
+            gradient = each._unsharded_param.grad
+            if gradient is not None and gradient.is_sparse:
+                gradient = each._unsharded_param.grad = gradient.to_dense()
+            if gradient is not None:
+                found.append(gradient)
+        return found
 
     @property
     def is_reached(self) -> bool:

@@ -22,6 +22,7 @@ _GROUPS = "Our group acts as torch's default group: a program finds it, and only
 _WAITS = "torch waits in C++, where no signal ends the wait."
 _HANDLES = "A handle in the notebook is not the object that it refers to. The error explains this, with the cure."
 _SHARDS = "Numbers of a sharded tensor are those of the whole, not of one shard."
+_MIXED = "torch takes tensors that are all sharded, or none of them. A model may have both."
 _LOCAL = "FSDP keeps gradients that were made under no_sync elsewhere than in `grad`."
 _METRICS = "Each replica updates its own copy of a metric, and reading the metric aggregates the copies."
 _NAMES = "Metrics have Keras's method names, too."
@@ -33,6 +34,7 @@ _TABLE: Final = {
     # torch
     "torch.autograd:_engine_run_backward": "A backward pass aggregates the gradients of mirrored parameters.",
     "torch.nn:SyncBatchNorm.forward": "torch synchronises on GPUs only; replicas on the CPU need it, too.",
+    "torch.nn.modules.lazy:LazyModuleMixin._infer_parameters": "In a replica, the values would differ by replica.",
     "torch.nn:Module.add_module": _HANDLES,
     "torch.nn:Module.zero_grad": _LOCAL,
     "torch.optim:Optimizer.zero_grad": _LOCAL,
@@ -47,6 +49,11 @@ _TABLE: Final = {
     "torch.distributed:Store.{get,multi_get,wait,queue_pop,barrier}": _WAITS,
     "torch.distributed:TCPStore.__init__": _WAITS,
     "torch.distributed.tensor:DTensor.{numpy,tolist,item,__array__,__float__,__int__,__bool__}": _SHARDS,
+    "torch.distributed.tensor:DTensor.data": "torch replaces what a tensor says about its part, not the part.",
+    "torch.distributed.tensor:DTensor.__format__": _SHARDS,
+    "torch.nn.utils.clip_grad:{_get_total_norm,_has_foreach_support}": _MIXED,
+    "torch.nn.utils:get_total_norm": _MIXED,
+    "torch.amp.grad_scaler:GradScaler._unscale_grads_": _MIXED,
     "torch.distributed.tensor:DTensor.full_tensor": "A callback on one replica would wait for the others.",
     # torchmetrics
     "torchmetrics:Metric.{__init__,__call__,reset,_wrap_update,update_called}": _METRICS,

@@ -74,6 +74,7 @@ __all__ = [
     "pre_hooks",
     "reduce_parametrized",
     "save_own",
+    "replace_local",
     "saved",
     "scale_each",
     "set_backward_function",
@@ -189,6 +190,12 @@ def is_view(tensor: torch.Tensor) -> bool:
 def local_tensor(tensor: Any) -> Any:
     """Return this process's part of a DTensor, or None for any other tensor."""
     return getattr(tensor, "_local_tensor", None)
+
+
+def replace_local(tensor: Any, by: Any) -> None:
+    """Give a DTensor the part and the dtype of another one."""
+    plain_data.__set__(tensor, by)
+    tensor._local_tensor, tensor._spec = by._local_tensor.detach(), by._spec
 
 
 def shape_and_offset_of_shard(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

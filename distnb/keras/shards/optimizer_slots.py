@@ -44,7 +44,7 @@ def _add_slot(plain: Callable[..., Any], optimizer: Any, reference_variable: Any
     made = plain(optimizer, reference_variable, *args, **kwargs)
     parameter = keras_internals.tensor_of(reference_variable)
     if is_sharded(parameter):
-        from distnb.runtime.fsdp.sharded_modules import part_of  # loads FSDP
+        from distnb.runtime.fsdp.parts import part_of  # loads FSDP
 
         part = part_of(keras_internals.tensor_of(made), parameter.detach())
         keras_internals.put_tensor(made, torch.nn.Parameter(part, requires_grad=False))

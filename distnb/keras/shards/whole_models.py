@@ -129,7 +129,7 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
     """
     if is_sharded(target) and not is_sharded(value):
         contexts.require_all_replicas()
-        from distnb.runtime.fsdp.sharded_modules import fill_part  # loads FSDP
+        from distnb.runtime.fsdp.parts import fill_part  # loads FSDP
 
         fill_part(target, value)
         return

@@ -20,9 +20,11 @@ import torch
 
 from distnb.accelerators import torch_device
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
+from distnb.collectives.gradients.parameter_groups import AGGREGATED
 from distnb.collectives.verify import callsite
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import GradientError, UnsyncedGradientError
+from distnb.runtime.fsdp.parts import is_whole, part_of
 
 if TYPE_CHECKING:
     from distnb.collectives.gradients.gradient_sync import GradientSync
@@ -205,7 +207,21 @@ class ShardedPasses:
     # What optimizers call ---------------------------------------------------------------------------------------------
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise UnsyncedGradientError if there are gradients of this replica alone, made under `no_sync`."""
+        """Check and divide gradients that a program has assigned, and check that none is from under `no_sync` only.
+
+        Raises:
+            UnsyncedGradientError: There are gradients of this replica alone.
+        """
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if is_whole(parameter.grad, parameter):
+                if self._in_replica() and self._group().size > 1 and parameter.grad not in AGGREGATED:
+                    raise UnsyncedGradientError(
+                        f"{type(optimizer).__name__}.step() on a gradient of a sharded parameter of shape "
+                        f"{list(parameter.shape)} that was assigned by hand and never aggregated over the replicas: "
+                        "each replica would step with another one. Aggregate it first: parameter.grad = "
+                        "distnb.get_replica_context().all_reduce(distnb.ReduceOp.SUM, gradient)."
+                    )
+                parameter.grad = part_of(parameter.grad, parameter)
         for root in self._with_local_gradients():
             if fsdp_internals.has_local_gradients(root, _numbers(optimizer)):
                 model = torch_internals.original_class(root).__name__

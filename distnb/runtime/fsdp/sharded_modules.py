@@ -10,9 +10,10 @@ A model is made in the host memory of replica 0 (`construction.py`), which sends
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Container, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,19 +27,24 @@ from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import ContextError
 from distnb.options import StrategySpec
-from distnb.runtime import contexts
 from distnb.runtime.fsdp.construction import Construction
-from distnb.runtime.fsdp.initial_values import InitialValues, blank, complete, is_filled
+from distnb.runtime.fsdp.forward_passes import ForwardPasses
+from distnb.runtime.fsdp.initial_values import InitialValues, blank, complete
+from distnb.runtime.fsdp.parts import fill_part, is_whole, local_part, part_of
 from distnb.runtime.fsdp.passes import ShardedPasses
 from distnb.runtime.fsdp.sharding_options import MIN_SIZE, Precision, UnitPredicate
-from distnb.runtime.fsdp.units import forward_roots, units_of
+from distnb.runtime.fsdp.units import forward_roots, split_by_dtype, units_of
 from distnb.runtime.fsdp.whole_copies import holds_shards, note_mesh
-from distnb.values.structure import flatten, map_structure
+from distnb.variables.variable import Variable
 
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
 
-__all__ = ["ShardedModules", "is_whole", "part_of"]
+__all__ = ["ShardedModules"]
+
+_OWNER = "_distnb_sharded_by"
+"""The attribute of a shard with the number of its `ShardedModules`. It outlives the shard's place in a model."""
+_numbers = itertools.count()
 
 
 class ShardedModules:
@@ -59,12 +65,11 @@ class ShardedModules:
         self._passes = passes
         self._construction = construction
         self._mesh: tuple[Any, DeviceMesh] | None = None  # with the process group for which it was made
-        self._groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of each model
+        self._forwards = ForwardPasses(group)
         self._noted_writes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._unfilled: weakref.WeakSet[Any] = weakref.WeakSet()  # models that may have parameters without values
         # Parameters as they were made, which an optimizer may be given, and the sharded parameters in their place.
         self._replaced = WeakIdKeyDictionary()
-        self._known = WeakIdKeyDictionary()
+        self._number = next(_numbers)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -87,9 +92,9 @@ class ShardedModules:
         """Return whether a tensor is a sharded parameter of this strategy."""
         if not isinstance(tensor, DTensor):
             return False
-        if tensor not in self._known:  # `module.to(dtype)` and `load_state_dict(assign=True)` make new parameters
-            self._known.update((each, True) for each in self.parameters())
-        return tensor in self._known
+        if not hasattr(tensor, _OWNER) and any(tensor is each for each in self.parameters()):
+            setattr(tensor, _OWNER, self._number)  # `module.to(dtype)` and `load_state_dict(assign=True)` make new ones
+        return bool(getattr(tensor, _OWNER, None) == self._number)
 
     def divides(self, tensor: object) -> bool:
         """Return whether a tensor is a sharded parameter or slot of an optimizer, or FSDP's copy of a parameter.
@@ -106,7 +111,7 @@ class ShardedModules:
     def reset(self) -> None:
         """Return models to the state between two steps, after a failed program. Forget models of other replicas."""
         for root in self.roots:
-            if self._groups[root] is self._group().process_group:
+            if self._forwards.has_all_parts(root):
                 fsdp_internals.reset(root)
             else:
                 self._passes.roots.discard(root)
@@ -152,7 +157,8 @@ class ShardedModules:
         roots = [root for module in modules for root in forward_roots(module) if _is_new(root)]
         for root in roots:
             _refuse_lazy(root)
-        divided = _divisible(roots)
+        plans = [self._units_of(root, of_larger) for root in roots]
+        divided = _divisible(roots).difference(*(whole for _, whole in plans))
         for transient, replacement in complete(group, modules, lambda each: id(each) in divided):
             self._replaced[transient] = replacement
         for module in modules:
@@ -165,20 +171,27 @@ class ShardedModules:
         }
         values = InitialValues(group, list(named.values()))
         del named  # a host holds one whole model at most
-        for root in roots:
+        for root, (units, _) in zip(roots, plans, strict=True):
             if any(id(each) in divided for each in root.parameters()):
-                self._shard_root(root, divided, values, of_larger)
+                self._shard_root(root, units, divided, values)
         values.finish()
         self._construction.begin()
 
-    def _shard_root(
-        self, root: torch.nn.Module, divided: Container[int], values: InitialValues, of_larger: bool
-    ) -> None:
+    def _units_of(self, root: torch.nn.Module, of_larger: bool) -> tuple[list[tuple[str, torch.nn.Module]], set[int]]:
+        """Return the units of a model, and the `id()`s of parameters that no unit can have."""
         chooser = self._spec.option("shard_by")
         if of_larger and chooser == "block":
             chooser = None  # the part may be a block itself
         chosen = chooser.load() if isinstance(chooser, UnitPredicate) else chooser
-        units = units_of(root, chosen, self._spec.option("min_size", MIN_SIZE))
+        return split_by_dtype(root, units_of(root, chosen, self._spec.option("min_size", MIN_SIZE)))
+
+    def _shard_root(
+        self,
+        root: torch.nn.Module,
+        units: list[tuple[str, torch.nn.Module]],
+        divided: Container[int],
+        values: InitialValues,
+    ) -> None:
         made = {name: each for name, each in root.named_parameters() if id(each) in divided}
         ignored = {each for each in root.parameters() if id(each) not in divided}
         _replace_by_empty(root, made.values())
@@ -192,25 +205,26 @@ class ShardedModules:
             "reshard_after_forward": True,
         }
         for module in [*(unit for _, unit in units), root]:
-            module.register_forward_hook(_without_views)
+            self._forwards.observe(module)
             unit = fully_shard(module, **options)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             self._passes.observe(unit)
-        self._fill(root, made, values)
+        is_filled = self._fill(root, made, values)
         self._passes.add(root)
-        self._groups[root] = self._group().process_group
-        root.register_forward_pre_hook(self._before_forward, prepend=True)
-        root.register_forward_hook(_after_forward, always_call=True)
+        self._forwards.add(root, is_filled=is_filled)
         root.register_load_state_dict_pre_hook(self._before_load)
 
-    def _fill(self, root: torch.nn.Module, made: dict[str, torch.nn.Parameter], values: InitialValues) -> None:
+    def _fill(self, root: torch.nn.Module, made: dict[str, torch.nn.Parameter], values: InitialValues) -> bool:
         """Replace a model's shards on the meta device by shards with initial values. All replicas get replica 0's.
 
         Args:
             root: The model.
             made: The parameters as they were made, by name. The table is emptied.
             values: Their values.
+
+        Returns:
+            Whether the model was not made on the meta device.
         """
         empty = {name: each for name, each in root.named_parameters() if name in made}
         # Two models may share a parameter. Then each gathers the same shard.
@@ -228,6 +242,7 @@ class ShardedModules:
                 fill_part(parts[name], whole)
             self._replaced[parameter] = parts[name]
             _take_hooks(parts[name], parameter)
+            setattr(parts[name], _OWNER, self._number)
         receivers = {id(empty[name]): functools.partial(fill_part, parts[name]) for name in unmade}
         receivers |= {id(each): functools.partial(fill_part, each) for each in self._provide_scalars(root)}
         values.reset(root, receivers)
@@ -238,8 +253,7 @@ class ShardedModules:
             if id(each) in names
         }
         root.load_state_dict(state, strict=False, assign=True)
-        if receivers or any(each.is_meta for each in root.buffers()):
-            self._unfilled.add(root)
+        return not (receivers or any(each.is_meta for each in root.buffers()))
 
     def _provide_scalars(self, root: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Replace scalars on the meta device by scalars with memory, and return these."""
@@ -255,48 +269,8 @@ class ShardedModules:
     def _empty_part(self, like: torch.nn.Parameter) -> torch.nn.Parameter:
         device = torch.device("cpu") if self._spec.option("offload") else torch_device(self._group().device)
         part = torch.empty_like(like, device=device)
-        blank(_local(part))
+        blank(local_part(part))
         return torch.nn.Parameter(part, requires_grad=like.requires_grad)
-
-    def _before_forward(self, root: torch.nn.Module, inputs: Any) -> None:
-        contexts.require_all_replicas()
-        if any(isinstance(each, torch.Tensor) and each.is_meta for each in flatten(inputs)[0]):
-            raise ContextError(
-                f"A sharded {torch_internals.original_class(root).__name__} was called with tensors on the meta "
-                "device, which have no values. Call it with ordinary tensors."
-            )
-        if root in self._unfilled:
-            self._require_values(root)
-        if self._groups.get(root) is not self._group().process_group:
-            raise ContextError(
-                f"This {torch_internals.original_class(root).__name__} was sharded over other replicas: the cluster "
-                "was resized, or the program runs on other engines. Its shards on the engines that left are lost. Make "
-                "the model again in the scope, and restore a checkpoint."
-            )
-        name, value = fsdp_internals.adopt_changes(root)
-        if name:
-            raise ContextError(
-                f"The parameter {name!r} of this sharded {torch_internals.original_class(root).__name__} is "
-                f"{_description(value)} and not its own shard, because torch.func.functional_call or an assignment has "
-                "replaced it. FSDP gathers only a model's own shards. Copy values (`with torch.no_grad(): "
-                "parameter.copy_(value)`), or make the model in the scope of a MirroredStrategy."
-            )
-        if torch.is_inference_mode_enabled():
-            fsdp_internals.make_gathered(root)
-
-    def _require_values(self, root: torch.nn.Module) -> None:
-        """Raise ContextError if nothing has set a parameter or a buffer of a model made on the meta device."""
-        tensors = [*root.named_parameters(), *root.named_buffers()]
-        empty = [name for name, each in tensors if each.is_meta or not is_filled(_local(each))]
-        if empty:
-            more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
-            raise ContextError(
-                f"This {torch_internals.original_class(root).__name__} was made on the meta device, and nothing has "
-                f"set {', '.join(empty[:3])}{more}. Load values by distnb.load_safetensors(model, path) or "
-                "distnb.Checkpoint(model=model).restore(path), give each module with parameters or buffers of its own "
-                "a method reset_parameters, or make the module on an ordinary device."
-            )
-        self._unfilled.discard(root)
 
     # Loading whole values ---------------------------------------------------------------------------------------------
 
@@ -311,64 +285,6 @@ def _writes(root: torch.nn.Module) -> int:
     return sum(each._version for each in root.parameters() if isinstance(each, DTensor))
 
 
-def _after_forward(root: torch.nn.Module, _inputs: Any, _outputs: Any) -> None:
-    """Free what a pass has gathered that has ended with an error, which the program may catch."""
-    if fsdp_internals.is_in_forward(root):
-        fsdp_internals.reset(root)
-
-
-def _without_views(_module: torch.nn.Module, _inputs: Any, outputs: Any) -> Any:
-    """Replace outputs that are views by copies.
-
-    FSDP gathers a unit's parameters again when the backward pass reaches its outputs. It would not notice the pass if
-    the program changed such a view in place (`x = layer(x); x += residual`).
-    """
-    if not torch.is_grad_enabled():
-        return outputs
-    return map_structure(_without_base, outputs)
-
-
-def _without_base(leaf: Any) -> Any:
-    is_view = isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch_internals.is_view(leaf)
-    return leaf.clone() if is_view else leaf
-
-
-def is_whole(value: Any, parameter: Any) -> bool:
-    """Return whether a value is a whole tensor for a parameter of which this replica holds a part."""
-    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
-        return False
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
-
-
-def part_of(whole: torch.Tensor, like: Any) -> DTensor:
-    """Return this replica's part of a whole tensor, divided like another tensor, and on its device."""
-    part = torch.empty_like(like, dtype=whole.dtype)
-    fill_part(part, whole)
-    return cast("DTensor", part)
-
-
-def fill_part(part: Any, whole: torch.Tensor) -> None:
-    """Copy this replica's part of a whole tensor to a sharded one, or all of it to an ordinary one."""
-    if not isinstance(part, DTensor):
-        part.detach().copy_(whole)
-        return
-    shape, offset = torch_internals.shape_and_offset_of_shard(part)
-    window = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
-    with torch.no_grad():
-        torch_internals.local_tensor(part).copy_(whole[window])
-
-
-def _description(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
-    return f"{'a shard' if isinstance(value, DTensor) else 'a tensor'} of shape {list(value.shape)}"
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    own = torch_internals.local_tensor(tensor)
-    return tensor if own is None else own
-
-
 def _is_unregistered(parameter: torch.Tensor) -> bool:
     return not isinstance(parameter, DTensor) and find_mirror(parameter) is None
 
@@ -381,9 +297,14 @@ def _is_new(root: torch.nn.Module) -> bool:
 def _divisible(roots: Iterable[torch.nn.Module]) -> set[int]:
     """Return the `id()`s of the parameters of models that can be divided. Each replica holds the others whole.
 
-    Those are scalars, which have no rows.
+    Those are scalars and others without rows, sparse ones, and variables, whose values have an aggregation.
     """
-    return {id(each) for root in roots for each in root.parameters() if each.dim() > 0}
+    return {id(each) for root in roots for each in root.parameters() if _is_divisible(each)}
+
+
+def _is_divisible(parameter: torch.Tensor) -> bool:
+    has_rows = parameter.dim() > 0 and parameter.numel() > 0 and parameter.layout is torch.strided
+    return has_rows and not isinstance(parameter, Variable)
 
 
 def _place_whole(module: torch.nn.Module, device: torch.device) -> None:

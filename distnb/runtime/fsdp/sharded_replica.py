@@ -17,8 +17,9 @@ from distnb.runtime import contexts
 from distnb.runtime.base import Owner
 from distnb.runtime.fsdp import library_hooks
 from distnb.runtime.fsdp.construction import Construction
+from distnb.runtime.fsdp.parts import is_whole, part_of
 from distnb.runtime.fsdp.passes import ShardedPasses
-from distnb.runtime.fsdp.sharded_modules import ShardedModules, is_whole, part_of
+from distnb.runtime.fsdp.sharded_modules import ShardedModules
 from distnb.runtime.fsdp.sharding_options import not_elementwise
 from distnb.runtime.fsdp.whole_copies import holds_shards, whole_copies
 from distnb.runtime.replica import Spmd

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
 from distnb.errors import OptionError
 
-__all__ = ["forward_roots", "has_forward", "units_of"]
+__all__ = ["forward_roots", "has_forward", "split_by_dtype", "units_of"]
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential)
 
@@ -63,6 +64,55 @@ def units_of(
         if has_forward(part) and _nbytes(part) >= max(min_nbytes, 1) and not _shared_outside(model, part)
     ]
     return _inner_first(found)
+
+
+def split_by_dtype(
+    model: torch.nn.Module, units: list[tuple[str, torch.nn.Module]]
+) -> tuple[list[tuple[str, torch.nn.Module]], set[int]]:
+    """Divide units whose parameters have several dtypes: FSDP gathers and reduces tensors of one dtype.
+
+    Args:
+        model: The model.
+        units: The units in it.
+
+    Returns:
+        The units with those added that have another dtype than the unit that contains them, inner ones first; and the
+        `id()`s of parameters of another dtype that no unit can have.
+    """
+    inner = {id(part) for _, part in units}
+    added: list[tuple[str, torch.nn.Module]] = []
+    whole: set[int] = set()
+
+    def divide(name: str, part: torch.nn.Module, main: torch.dtype) -> None:
+        whole.update(id(each) for each in part.parameters(recurse=False) if _is_of_another(each, main))
+        for own, child in part.named_children():
+            dtypes = set(_dtypes_in(child, inner))
+            can_be_unit = has_forward(child) and not _shared_outside(model, child)
+            if len(dtypes) == 1 and main not in dtypes and can_be_unit:
+                added.append((f"{name}{own}", child))
+            elif dtypes - {main}:
+                divide(f"{name}{own}.", child, main)
+
+    for name, unit in [*units, ("", model)]:
+        dtypes = _dtypes_in(unit, inner - {id(unit)})
+        if len(dtypes) > 1:
+            divide(f"{name}." if name else "", unit, max(dtypes, key=lambda each: (dtypes[each], str(each))))
+    return _inner_first([*units, *added]), whole
+
+
+def _dtypes_in(module: torch.nn.Module, units: Collection[int]) -> Counter[torch.dtype]:
+    """Return the bytes of a module's floating-point parameters by dtype, without those of units within it."""
+    if id(module) in units:
+        return Counter()
+    found: Counter[torch.dtype] = Counter()
+    for each in module.parameters(recurse=False):
+        if each.is_floating_point():
+            found[each.dtype] += each.numel() * each.element_size()
+    return sum((_dtypes_in(child, units) for child in module.children()), found)
+
+
+def _is_of_another(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    return parameter.is_floating_point() and parameter.dtype != dtype
 
 
 def _blocks(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:

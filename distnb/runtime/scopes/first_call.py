@@ -1,14 +1,34 @@
-"""The equalisation of parameters whose values are only set in the first call of their module."""
+"""The values of parameters that are only set in the first call of their module.
+
+torch's lazy layers draw them there, in `strategy.run`: from the stream that all replicas share, so that they are those
+of one process. Replica 0's are then sent to the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-__all__ = ["equalise_at_first_call"]
+from distnb.collectives.gradients.parameter_groups import find_mirror
+from distnb.compat import patches
+from distnb.runtime.randomness import streams
+
+__all__ = ["equalise_at_first_call", "install"]
+
+
+def install() -> None:
+    """Make lazy layers of scopes draw from the shared stream from now on. Idempotent."""
+    patches.wrap("torch.nn.modules.lazy:LazyModuleMixin._infer_parameters", _initialise)
+
+
+def _initialise(original: Callable[..., None], lazy: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    own = torch.nn.Module.parameters(module, recurse=False)
+    with streams.shared() if any(map(find_mirror, own)) else nullcontext():
+        original(lazy, module, *args, **kwargs)
 
 
 def equalise_at_first_call(
@@ -16,9 +36,8 @@ def equalise_at_first_call(
 ) -> None:
     """Call `equalise` with a module's own parameters and buffers, by name, once all of them have values.
 
-    The call happens in the module's first forward pass. Lazy parameters are initialised at the start of this pass, from
-    each replica's own random stream, so the replicas' values differ until `equalise` is called. The same holds for a
-    layer that is made in `strategy.run` and initialised once it is part of its model.
+    The call happens in the module's first forward pass, once lazy parameters are initialised. A layer that is made in
+    `strategy.run` has values of each replica's own random stream until then.
     """
     hook = _FirstCallHook(equalise)
     hook.handle = part.register_forward_pre_hook(hook)  # runs after the module's hook that initialises lazy parameters

@@ -19,12 +19,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distnb.collectives.gradients.optimizer_steps import note_versions
 from distnb.collectives.gradients.parameter_groups import Identity, find_mirror
+from distnb.compat import torch_internals
 from distnb.errors import ContextError, OptionError
 from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
 from distnb.runtime.reduction.equal_values import make_equal
-from distnb.runtime.scopes import foreign_libraries, metric_binding
-from distnb.runtime.scopes.first_call import equalise_at_first_call
+from distnb.runtime.scopes import first_call, foreign_libraries, metric_binding
 from distnb.runtime.scopes.made_objects import MadeObjects, own_parameters
 from distnb.runtime.scopes.running_statistics import RunningStatistics, has_statistics
 from distnb.variables.variable import SyncOnReadVariable, Variable, component_of, settings_of
@@ -182,6 +182,7 @@ class Registration:
         """Return a context that notes the objects this thread makes, for `take_made`."""
         if "torchmetrics" in sys.modules:
             metric_binding.install()
+        first_call.install()
         self._unfinished = False
         with self._made.noting():
             yield
@@ -349,7 +350,7 @@ class Registration:
         if self.group.size == 1:
             return bool(new)
         for part in unvalued:
-            equalise_at_first_call(part, self._equalise)
+            first_call.equalise_at_first_call(part, self._equalise)
         ready = [(name, tensor) for name, tensor in new if not is_lazy(tensor)]
         if ready:
             self.group.note(what, ())
@@ -412,7 +413,7 @@ class Registration:
         return new + buffers, parts
 
     def _key_of(self, root: torch.nn.Module) -> _GroupKey:
-        key = self._keys.setdefault(root, _GroupKey(type(root).__name__))
+        key = self._keys.setdefault(root, _GroupKey(torch_internals.original_class(root).__name__))
         self._sync.identify(key)
         return key
 
@@ -438,10 +439,16 @@ class Registration:
         """Register a parameter unless it is already registered. Return whether it was new.
 
         Raises:
-            ContextError: The parameter belongs to another strategy.
+            ContextError: The parameter belongs to another strategy, or is sparse.
         """
         if parameter.is_meta:
             return False  # it has no data, and a parameter with data will replace it
+        if parameter.layout is not torch.strided:
+            raise ContextError(
+                f"The parameter {(key.label + name)!r}, made in strategy.scope(), has the layout {parameter.layout}: "
+                "its copies cannot be kept equal. Make a dense parameter (`parameter.to_dense()`), or keep the sparse "
+                "tensor as an attribute of the module that is no parameter."
+            )
         if isinstance(parameter, Variable):
             if parameter.distribute_strategy is not self.strategy:
                 raise contexts.mixing(self.strategy, parameter.distribute_strategy)

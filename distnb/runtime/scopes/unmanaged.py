@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distnb.collectives.gradients.parameter_groups import find_mirror
+from distnb.compat.torch_internals import original_class
 from distnb.errors import ContextError
 from distnb.objects.code.definitions import content_of, names_of_code
 from distnb.runtime import contexts
@@ -84,7 +85,7 @@ class UnmanagedCheck:
                 if owner is not self._strategy and not owner.is_default:
                     raise contexts.mixing(self._strategy, owner)
             if isinstance(value, torch.nn.Module):
-                self._check(f"{name!r} (a {type(value).__name__})", parameters)
+                self._check(f"{name!r} (a {original_class(value).__name__})", parameters)
         for each in (*roots, *(value for _, value in found)):
             if _is_identified(each):
                 with contextlib.suppress(TypeError):  # an object without weak references is checked in every call
