@@ -23,6 +23,7 @@ __all__ = [
     "is_fsdps_attribute",
     "is_fsdps_hook",
     "is_in_forward",
+    "keep_changes",
     "make_gathered",
     "observe",
     "reset",
@@ -84,6 +85,9 @@ def _adopt(parameter: Any) -> bool:
     """Have FSDP gather the memory of a shard. Return False if it cannot."""
     module = parameter._module_info
     shard = module.module._parameters.get(module.param_name)
+    shared = zip(module.shared_modules, module.shared_param_names, strict=True)
+    if any(other._parameters.get(name) is not shard for other, name in shared):
+        return False
     if shard is not parameter.sharded_param:
         if not isinstance(shard, nn.Parameter) or getattr(shard, "_spec", None) != parameter._sharding_spec:
             return False
@@ -145,6 +149,13 @@ def changed_in_forward(unit: Any) -> str:
                 changed = changed or parameter._module_info.param_name
             parameter._distnb_version = version
     return changed
+
+
+def keep_changes(unit: Any) -> None:
+    """Copy the whole parameters of a unit to their shards, which hold all of them on a single replica."""
+    for group in _groups(unit):
+        for parameter in group.fsdp_params:
+            parameter._sharded_param_data.copy_(parameter.all_gather_outputs[0])
 
 
 class UnitGradients:

@@ -180,7 +180,7 @@ from distnb.notebook.handles import library_guards
 from distnb.objects.code import spawned_processes
 from distnb.runtime.consistency import loader_batches
 from distnb.runtime.fsdp import library_hooks
-from distnb.runtime.scopes import metric_binding, sync_batch_norm
+from distnb.runtime.scopes import first_call, metric_binding, sync_batch_norm
 from transformers import TrainingArguments
 
 def accept(*args):
@@ -202,6 +202,7 @@ launched_processes.install()
 started_threads.note_work_of_pools()
 spawned_processes.install()
 loader_batches.install()
+first_call.install()
 metric_binding.install()
 sync_batch_norm.install()
 replica_state.install()

@@ -1,7 +1,7 @@
-"""The making of parameters in the scopes of a ShardedStrategy: in host memory, until they are divided.
+"""The making of parameters in the scopes of a ShardedStrategy: beyond a limit in host memory, until they are divided.
 
     with strategy.scope():                            replica 0          the others
-        first = torch.nn.Linear(1000, 1000)           on the host        on the host: among the first 64 MB
+        first = torch.nn.Linear(1000, 1000)           on the device      on the device: among the first 64 MB
         second = torch.nn.Linear(100_000, 1000)       on the host        transient: on the host for a while
 
 Replica 0 makes each model as plain PyTorch would, whatever its constructor does. The others have no memory for a large
@@ -12,19 +12,18 @@ one (`transient.py`), and get their rows from replica 0 when it is divided (`ini
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from distnb.compat import torch_internals
 from distnb.runtime.fsdp.transient import RecentValues, TransientTensor
 
-__all__ = ["Construction"]
+__all__ = ["Construction", "in_constructor"]
 
 _KEPT_NBYTES = 64 * 2**20
 _SMALL_NBYTES = 16_384
@@ -37,17 +36,18 @@ class Construction:
     Args:
         device: Returns the device of this replica.
         has_all: Returns whether this replica gives values to all parameters.
-        before_call: Called before a module is called in a scope.
     """
 
-    def __init__(
-        self, device: Callable[[], torch.device], has_all: Callable[[], bool], before_call: Callable[[], None]
-    ) -> None:
+    def __init__(self, device: Callable[[], torch.device], has_all: Callable[[], bool]) -> None:
         self._device = device
         self._has_all = has_all
-        self._before_call = before_call
         self._left = _KEPT_NBYTES
         self._recent = RecentValues(_KEPT_NBYTES)
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if constructors make tensors in host memory, since there are many parameters."""
+        return self._left < 0
 
     def begin(self) -> None:
         """Begin to count bytes again: the parameters made before are divided."""
@@ -58,39 +58,34 @@ class Construction:
         """Return the data of a new parameter, given the data that the program has for it."""
         if type(data) not in (torch.Tensor, torch.nn.Parameter) or data.is_meta or data.layout is not torch.strided:
             return data
-        if not _in_constructor():
-            return data  # it may belong to no module
-        if self._has_all() or data.nbytes <= _SMALL_NBYTES or torch_internals.default_device() == _HOST:
-            return data.to(_HOST)
+        if data.nbytes <= _SMALL_NBYTES or torch_internals.default_device() == _HOST or not in_constructor():
+            return data  # a parameter that no constructor makes may belong to no module
         self._left -= data.nbytes
-        return data.to(_HOST) if self._left >= 0 else TransientTensor.of(data.to(_HOST), self._recent)
+        if not self.is_on_host:
+            return data
+        return data.to(_HOST) if self._has_all() else TransientTensor.of(data.to(_HOST), self._recent)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Return a context in which modules are constructed in host memory."""
-        handle = register_module_forward_pre_hook(self._check_call)
-        try:
-            with _HostFactories() if self._device().type != "cpu" else nullcontext():
-                yield
-        finally:
-            handle.remove()
-
-    def _check_call(self, _module: torch.nn.Module, _inputs: Any) -> None:
-        if not _in_constructor():
-            self._before_call()
+    def active(self) -> AbstractContextManager[Any]:
+        """Return a context in which constructors make tensors by these rules."""
+        return _HostFactories(self) if self._device().type != "cpu" else nullcontext()
 
 
 class _HostFactories(TorchFunctionMode):
-    """torch's mode in which constructors of modules make tensors in host memory, and other code on the device."""
+    """torch's mode in which constructors of large models make tensors in host memory, and other code on the device."""
+
+    def __init__(self, construction: Construction) -> None:
+        super().__init__()
+        self._construction = construction
 
     def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in torch_internals.factories() and kwargs.get("device") is None and _in_constructor():
+        is_placed = function in torch_internals.factories() and kwargs.get("device") is None
+        if is_placed and self._construction.is_on_host and in_constructor():
             kwargs = {**kwargs, "device": _HOST}
         return function(*args, **kwargs)
 
 
-def _in_constructor() -> bool:
+def in_constructor() -> bool:
     """Return whether the constructor of a module has called this function, at any distance."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from distnb.collectives.group.eager import always_eager
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import ContextError
 from distnb.runtime import contexts
@@ -40,7 +41,7 @@ class ForwardPasses:
 
     def observe(self, unit: torch.nn.Module) -> None:
         """Observe the passes of a module that is about to become a unit."""
-        unit.register_forward_hook(_after_unit)
+        unit.register_forward_hook(self._after_unit)
 
     def add(self, root: torch.nn.Module, *, is_filled: bool) -> None:
         """Observe the passes of a sharded model.
@@ -59,6 +60,7 @@ class ForwardPasses:
         """Return whether the replicas that hold the shards of a model are the current ones."""
         return self._groups.get(root) is self._group().process_group
 
+    @always_eager
     def _before_forward(self, root: torch.nn.Module, inputs: Any) -> None:
         contexts.require_all_replicas()
         if any(isinstance(each, torch.Tensor) and each.is_meta for each in flatten(inputs)[0]):
@@ -92,6 +94,24 @@ class ForwardPasses:
         if torch.is_inference_mode_enabled():
             fsdp_internals.make_gathered(root)
 
+    @always_eager
+    def _after_unit(self, unit: torch.nn.Module, _inputs: Any, outputs: Any) -> Any:
+        """Check that a unit's pass has not changed parameters, and replace outputs that are views by copies.
+
+        FSDP gathers a unit's parameters again when the backward pass reaches its outputs. It would not notice the pass
+        if the program changed such a view in place (`x = layer(x); x += residual`).
+        """
+        changed = fsdp_internals.changed_in_forward(unit)
+        if changed and self._group().size == 1:
+            fsdp_internals.keep_changes(unit)
+        elif changed:
+            raise ContextError(
+                f"The forward pass of this sharded {torch_internals.original_class(unit).__name__} has changed its "
+                f"parameter {changed!r} in place. FSDP frees the whole parameter after the pass, so the change would "
+                "be lost. Change parameters after optimizer.step(), or compute with a changed copy."
+            )
+        return map_structure(_without_base, outputs) if torch.is_grad_enabled() else outputs
+
     def _require_values(self, root: torch.nn.Module) -> None:
         """Raise ContextError if nothing has set a parameter or a buffer of a model made on the meta device."""
         tensors = [*root.named_parameters(), *root.named_buffers()]
@@ -107,29 +127,11 @@ class ForwardPasses:
         self._unfilled.discard(root)
 
 
+@always_eager
 def _after_forward(root: torch.nn.Module, _inputs: Any, _outputs: Any) -> None:
     """Free what a pass has gathered that has ended with an error, which the program may catch."""
     if fsdp_internals.is_in_forward(root):
         fsdp_internals.reset(root)
-
-
-def _after_unit(unit: torch.nn.Module, _inputs: Any, outputs: Any) -> Any:
-    """Check that a unit's pass has not changed parameters, and replace outputs that are views by copies.
-
-    FSDP gathers a unit's parameters again when the backward pass reaches its outputs. It would not notice the pass if
-    the program changed such a view in place (`x = layer(x); x += residual`).
-    """
-    changed = fsdp_internals.changed_in_forward(unit)
-    if changed:
-        raise ContextError(
-            f"The forward pass of this sharded {torch_internals.original_class(unit).__name__} has changed its "
-            f"parameter {changed!r} in place, as Embedding(max_norm=...) does. FSDP frees the whole parameter after "
-            "the pass, so the change would be lost. Change parameters after optimizer.step(), or compute with a "
-            "changed copy."
-        )
-    if not torch.is_grad_enabled():
-        return outputs
-    return map_structure(_without_base, outputs)
 
 
 def _without_base(leaf: Any) -> Any:

@@ -91,7 +91,10 @@ def _total_norm(
     contexts.require_all_replicas()
     order = float(norm_type)
     with torch.no_grad():
-        norms = torch.stack([_power_of_norm(torch_internals.local_tensor(each), order) for each in sharded])
+        powers = [_power_of_norm(torch_internals.local_tensor(each), order) for each in sharded]
+        norms = torch.stack(
+            [each.to(max((each.dtype for each in powers), key=lambda dtype: dtype.itemsize)) for each in powers]
+        )
         process = this_process.replica
         if process is not None and process.size > 1:
             process.group.all_reduce(norms, {float("inf"): "max", -float("inf"): "min"}.get(order, "sum"))
@@ -99,16 +102,19 @@ def _total_norm(
             copies = [each.device_mesh.size() // each.device_mesh.size(-1) for each in sharded]  # in hybrid sharding
             norms = (norms / norms.new_tensor(copies)) ** (1 / order)
     wholes = [each for each in listed if not holds_shards(each)]
-    return original([*norms.to(sharded[0].dtype).unbind(), *wholes], norm_type, *args, **kwargs)
+    return original([*norms.unbind(), *wholes], norm_type, *args, **kwargs)
 
 
 def _power_of_norm(part: torch.Tensor, order: float) -> torch.Tensor:
     """Return what a replica's part of a tensor contributes to the tensor's norm."""
+    dtype = part.abs().dtype if part.is_complex() else part.dtype
+    dtype = dtype if dtype.itemsize > 2 else torch.float32
     if not part.numel():
-        return part.new_full((), float("inf") if order == -float("inf") else 0.0, dtype=torch.float32)
-    if order == 2:
-        return torch.dot(part.float().flatten(), part.float().flatten())
-    norm: torch.Tensor = torch.linalg.vector_norm(part.float(), order)
+        return part.new_full((), float("inf") if order == -float("inf") else 0.0, dtype=dtype)
+    if order == 2 and not part.is_complex():
+        flat = part.to(dtype).flatten()
+        return torch.dot(flat, flat)
+    norm: torch.Tensor = torch.linalg.vector_norm(part, order, dtype=None if part.is_complex() else dtype)
     return norm.pow(order) if 0 < abs(order) < float("inf") else norm
 
 

@@ -151,7 +151,7 @@ class ShardedModules:
             StructureError: The replicas' modules differ.
         """
         group = self._group()
-        modules = [module for module in modules if any(map(_is_unregistered, module.parameters()))]
+        modules = [module for module in modules if self._is_incomplete(module)]
         if not modules:
             return
         roots = [root for module in modules for root in forward_roots(module) if _is_new(root)]
@@ -161,8 +161,9 @@ class ShardedModules:
         divided = _divisible(roots).difference(*(whole for _, whole in plans))
         for transient, replacement in complete(group, modules, lambda each: id(each) in divided):
             self._replaced[transient] = replacement
-        for module in modules:
-            _place_whole(module, torch_device(group.device))
+        if self._construction.is_on_host:
+            for module in modules:
+                _place_whole(module, divided, torch_device(group.device))
         named = {
             id(each): (f"{type(root).__name__}.{name}", each)
             for root in roots
@@ -176,6 +177,12 @@ class ShardedModules:
                 self._shard_root(root, units, divided, values)
         values.finish()
         self._construction.begin()
+
+    def _is_incomplete(self, module: torch.nn.Module) -> bool:
+        """Return whether a module has parameters to divide or to mirror, or a shard of another model."""
+        if any(not self.divides(each) and find_mirror(each) is None for each in module.parameters()):
+            return True
+        return _is_new(module) and any(isinstance(each, DTensor) for each in module.parameters())
 
     def _units_of(self, root: torch.nn.Module, of_larger: bool) -> tuple[list[tuple[str, torch.nn.Module]], set[int]]:
         """Return the units of a model, and the `id()`s of parameters that no unit can have."""
@@ -285,10 +292,6 @@ def _writes(root: torch.nn.Module) -> int:
     return sum(each._version for each in root.parameters() if isinstance(each, DTensor))
 
 
-def _is_unregistered(parameter: torch.Tensor) -> bool:
-    return not isinstance(parameter, DTensor) and find_mirror(parameter) is None
-
-
 def _is_new(root: torch.nn.Module) -> bool:
     """Return whether a model has no sharded part. Parameters that are added to a sharded model are mirrored."""
     return not any(isinstance(part, FSDPModule) for part in root.modules())
@@ -307,11 +310,15 @@ def _is_divisible(parameter: torch.Tensor) -> bool:
     return has_rows and not isinstance(parameter, Variable)
 
 
-def _place_whole(module: torch.nn.Module, device: torch.device) -> None:
-    """Move parameters from the host, where they were made, to a device. FSDP moves only those that it divides."""
-    for each in module.parameters():
-        if each.device.type == "cpu" != device.type and not isinstance(each, DTensor):
-            each.data = each.data.to(device)
+def _place_whole(module: torch.nn.Module, divided: Container[int], device: torch.device) -> None:
+    """Move the tensors of a module that are not divided from the host, where they were made, to a device."""
+    for part in module.modules():
+        for members in (part._parameters, part._buffers, vars(part)):
+            for each in members.values():
+                if not isinstance(each, torch.Tensor) or id(each) in divided:
+                    continue
+                if each.device.type == "cpu" != device.type:
+                    each.data = each.data.to(device)
 
 
 def _replace_by_empty(root: torch.nn.Module, made: Iterable[torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ from distnb.errors import OptionError
 from distnb.runtime import contexts
 from distnb.runtime.base import Owner
 from distnb.runtime.fsdp import library_hooks
-from distnb.runtime.fsdp.construction import Construction
+from distnb.runtime.fsdp.construction import Construction, in_constructor
 from distnb.runtime.fsdp.parts import is_whole, part_of
 from distnb.runtime.fsdp.passes import ShardedPasses
 from distnb.runtime.fsdp.sharded_modules import ShardedModules
@@ -80,13 +80,15 @@ class ShardedSpmd(Spmd):
 
     def _make_registration(self) -> Registration:
         passes = ShardedPasses(lambda: self._process.group, self._sync, contexts.in_replica, self._before_common_pass)
-        self._construction = Construction(
-            lambda: torch_device(self._process.device), lambda: self._process.rank == 0, self._before_call
-        )
+        self._construction = Construction(lambda: torch_device(self._process.device), lambda: self._process.rank == 0)
         self._sharded = ShardedModules(self._strategy.spec, lambda: self._process.group, passes, self._construction)
         self._passes = passes
         made = _ShardedRegistration(
-            self._strategy, self._sync, lambda: self._process.group, place=self._construction.place
+            self._strategy,
+            self._sync,
+            lambda: self._process.group,
+            place=self._construction.place,
+            before_call=self._before_call,
         )
         made.sharded = self._sharded
         return made
@@ -149,7 +151,8 @@ class ShardedSpmd(Spmd):
 
     def _before_call(self) -> None:
         """Shard the modules that the current scope has made, before one of them computes."""
-        if contexts.execution() is None:  # otherwise a library's loop calls modules, maybe on this replica alone
+        # A library's loop calls modules, maybe on this replica alone; a constructor may call a part of its module.
+        if contexts.execution() is None and not in_constructor():
             self.before_optimizer()
 
     def add_param_group(
@@ -167,6 +170,7 @@ class ShardedSpmd(Spmd):
         if any(self._sharded.owns(each) for each in optimizer.param_groups[-1]["params"]):
             if not is_elementwise(type(optimizer)) or isinstance(optimizer, torch.optim.SparseAdam):
                 raise not_elementwise(optimizer)
+            _require_operations(optimizer)
             if len(optimizer.param_groups) == 1:
                 optimizer.register_load_state_dict_pre_hook(_divide_state)
 
@@ -182,6 +186,19 @@ class ShardedSpmd(Spmd):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._passes.check_step(optimizer)
+
+
+def _require_operations(optimizer: torch.optim.Optimizer) -> None:
+    """Raise OptionError for an optimizer that uses operations which torch does not have for sharded tensors."""
+    is_fused = optimizer.param_groups[-1].get("fused") and not isinstance(optimizer, torch.optim.Adam)
+    if is_fused or isinstance(optimizer, torch.optim.Rprop):
+        what, cure = type(optimizer).__name__, "Use another optimizer."
+        if is_fused:
+            what, cure = f"{what}(fused=True)", "Leave out the option."
+        raise OptionError(
+            f"{what} cannot update the parameters of a ShardedStrategy: torch has no such operation for sharded "
+            f"tensors. {cure}"
+        )
 
 
 def _divide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -101,18 +101,22 @@ def split_by_dtype(
 
 
 def _dtypes_in(module: torch.nn.Module, units: Collection[int]) -> Counter[torch.dtype]:
-    """Return the bytes of a module's floating-point parameters by dtype, without those of units within it."""
+    """Return the bytes of a module's parameters that can be trained by dtype, without those of units within it."""
     if id(module) in units:
         return Counter()
     found: Counter[torch.dtype] = Counter()
     for each in module.parameters(recurse=False):
-        if each.is_floating_point():
+        if _is_trainable(each):
             found[each.dtype] += each.numel() * each.element_size()
     return sum((_dtypes_in(child, units) for child in module.children()), found)
 
 
 def _is_of_another(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
-    return parameter.is_floating_point() and parameter.dtype != dtype
+    return _is_trainable(parameter) and parameter.dtype != dtype
+
+
+def _is_trainable(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def _blocks(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -23,6 +23,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distnb.compat import torch_internals
 from distnb.runtime import contexts
 
 __all__ = ["CHANGES", "MadeObjects", "own_parameters"]
@@ -57,6 +58,7 @@ class MadeObjects:
             the module is noted instead.) The arguments are the module, the new member's name, the member, and whether
             the calling thread is in a replica context of the strategy.
         place: Called with the data of each new parameter. Returns data for the parameter, the same or other.
+        before_call: Called before a module is called while objects are noted.
     """
 
     def __init__(
@@ -65,12 +67,15 @@ class MadeObjects:
         begin: Callable[[torch.nn.Module], None],
         grow: Callable[[torch.nn.Module, str, Any, bool], None],
         place: Callable[[Any], Any] = lambda data: data,
+        before_call: Callable[[], None] = lambda: None,
     ) -> None:
         self.strategy = strategy
         self.begin = begin
         self.grow = grow
         self.place = place
+        self.before_call = before_call
         self._noted: dict[int, weakref.ref[Any]] = {}
+        self._is_paused = False
         _install_hooks()
 
     @property
@@ -91,8 +96,20 @@ class MadeObjects:
                 _open.pop(self.strategy, None)
                 _WRAPPERS.update()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a context in which nothing is noted."""
+        before = self._is_paused
+        try:
+            self._is_paused = True
+            yield
+        finally:
+            self._is_paused = before
+
     def note(self, made: Any) -> None:
         """Note a module or a parameter, unless it is already noted."""
+        if self._is_paused:
+            return
         identity, noted = id(made), self._noted
         reference = noted.get(identity)
         if reference is None or reference() is not made:
@@ -197,14 +214,14 @@ def _buffer_registered(module: torch.nn.Module, _name: str, _buffer: Any) -> Non
 
 
 class _Wrappers:
-    """The wrappers around the torch methods that make, copy and unpickle modules and parameters.
+    """The wrappers around the torch methods that make, copy, unpickle and call modules and parameters.
 
     They are installed while any scope is open.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plain: tuple[Any, Any, Any] | None = None  # torch's methods, while the wrappers are installed
+        self._plain: tuple[Any, ...] | None = None  # torch's methods, while the wrappers are installed
 
     def update(self) -> None:
         """Install the wrappers if a scope is open, and remove them if none is."""
@@ -218,13 +235,15 @@ class _Wrappers:
         new: Any = torch.nn.Parameter.__dict__["__new__"]
         init: Any = torch.nn.Module.__init__
         set_state: Any = torch.nn.Module.__setstate__
+        call: Any = torch.nn.Module.__call__
 
         def new_parameter(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
             here = _open_here()
             if here is None:
                 return new.__func__(cls, data, *args, **kwargs)
             parameter = new.__func__(cls, here.place(data), *args, **kwargs)
-            here.note(parameter)
+            if torch_internals.local_tensor(parameter) is None:
+                here.note(parameter)  # torch could not exchange a sharded one to which there is a weak reference
             return parameter
 
         def init_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -238,14 +257,22 @@ class _Wrappers:
             if (here := _open_here()) is not None:
                 here.note(module)
 
-        self._set((staticmethod(new_parameter), init_module, set_module_state), (new, init, set_state))
+        def call_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            if (here := _open_here()) is not None and here.pending:
+                here.before_call()
+            return call(module, *args, **kwargs)
 
-    def _set(self, methods: tuple[Any, Any, Any], plain: tuple[Any, Any, Any] | None) -> None:
+        wrappers = staticmethod(new_parameter), init_module, set_module_state, call_module
+        self._set(wrappers, (new, init, set_state, call))
+
+    def _set(self, methods: tuple[Any, ...], plain: tuple[Any, ...] | None) -> None:
         # No interrupt can arrive between these assignments, because they call nothing.
         self._plain = plain
         torch.nn.Parameter.__new__ = methods[0]  # type: ignore[method-assign]
         torch.nn.Module.__init__ = methods[1]  # type: ignore[method-assign]
         torch.nn.Module.__setstate__ = methods[2]  # type: ignore[method-assign]
+        torch.nn.Module.__call__ = methods[3]  # type: ignore[method-assign]
 
 
 _WRAPPERS = _Wrappers()

@@ -113,6 +113,7 @@ class Registration:
         group: Returns the current process group.
         shared: Puts the parameters into memory that all replicas share, if the strategy uses such memory.
         place: Returns the data of a new parameter, given the data that the program has for it.
+        before_call: Called before a module is called in a scope that has made objects.
 
     Attributes:
         statistics: The running statistics of the models.
@@ -125,6 +126,7 @@ class Registration:
         group: Callable[[], Group],
         shared: SharedVariables | None = None,
         place: Callable[[Any], Any] = lambda data: data,
+        before_call: Callable[[], None] = lambda: None,
     ) -> None:
         self.strategy = strategy
         self.shared = shared
@@ -134,7 +136,7 @@ class Registration:
         self._keys: weakref.WeakKeyDictionary[torch.nn.Module, _GroupKey] = weakref.WeakKeyDictionary()
         self._made_variables = 0
         self._adopted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._made = MadeObjects(strategy, self._adopt, self._grow, place)
+        self._made = MadeObjects(strategy, self._adopt, self._grow, place, before_call)
         self._unfinished = False
 
     @property
@@ -335,7 +337,8 @@ class Registration:
         roots = list(roots)
         if self.group.size > 1:
             _refuse_renormalising(roots)
-        self._prepare(roots)
+        with self._made.paused():
+            self._prepare(roots)
         return self._make_equal(*self._enter(roots, loose))
 
     def _prepare(self, roots: Sequence[torch.nn.Module]) -> None:

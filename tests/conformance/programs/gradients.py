@@ -99,7 +99,10 @@ def used_by_no_replica():
     return {"model": whole(model)}
 
 
-@program(by_slices=True)
+@program(
+    by_slices=True,
+    refused={"sharded": Refusal("CollectiveMismatchError", "sharded.md", "All replicas must use the same units")},
+)
 def a_second_model_on_some_replicas():
     with strategy.scope():
         first, second = nn.Linear(3, 1), nn.Linear(3, 1)
@@ -303,7 +306,18 @@ def penalty_in_forward():
     return {"model": whole(model)}
 
 
-@program(cases={name: {"optimizer_name": name} for name in ("SGD", "Adagrad", "SparseAdam")})
+_WITHOUT_SPARSE_ADAM = Refusal(
+    "OptionError", "sharded.md", "`LBFGS`, `Muon`, `Adafactor` and `SparseAdam` raise an error", alone=True
+)
+
+
+@program(
+    cases={
+        "SGD": {"optimizer_name": "SGD"},
+        "Adagrad": {"optimizer_name": "Adagrad"},
+        "SparseAdam": {"optimizer_name": "SparseAdam", "refused": {"sharded": _WITHOUT_SPARSE_ADAM}},
+    }
+)
 def sparse_embedding(optimizer_name):
     with strategy.scope():
         words = nn.Embedding(10, 3, sparse=True)
@@ -639,7 +653,16 @@ class Last(nn.Module):
         return self.layer(x)[0]
 
 
-@program()
+@program(
+    refused={
+        "sharded": Refusal(
+            "ContextError",
+            "sharded.md",
+            "`torch.func.functional_call` cannot replace them: both raise an error",
+            alone=True,
+        )
+    }
+)
 def functional_call():
     with strategy.scope():
         model = nn.Linear(3, 2)

@@ -38,8 +38,13 @@ _OPTIMIZERS = {
 }
 
 
+_WITHOUT_OPERATIONS = Refusal("OptionError", "sharded.md", "`Rprop`, and `fused=True` of others than Adam and AdamW")
+
+
 def _refused(name):
-    return {"refused": {"sharded": replace(_NOT_ELEMENTWISE, alone=True)}} if name in ("Adafactor", "Muon") else {}
+    if name in ("Adafactor", "Muon"):
+        return {"refused": {"sharded": replace(_NOT_ELEMENTWISE, alone=True)}}
+    return {"refused": {"sharded": replace(_WITHOUT_OPERATIONS, alone=True)}} if name in ("Rprop", "SGD-fused") else {}
 
 
 @program(under=EVERYWHERE, cases={name: {"make": text, **_refused(name)} for name, text in _OPTIMIZERS.items()})
