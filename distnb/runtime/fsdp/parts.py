@@ -1,4 +1,4 @@
-"""This replica's parts of sharded tensors, from whole ones."""
+"""Parts of sharded tensors that a replica holds, made of whole ones."""
 
 from __future__ import annotations
 
