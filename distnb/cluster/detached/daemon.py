@@ -412,9 +412,6 @@ class Daemon:
         if self._cluster is not None:
             self._cluster.engine_ready(engine)
 
-    def _on_engines(self, client: ClientConnection, number: int) -> None:
-        """Do nothing: every answer contains the engines."""
-
     def _on_restart(self, client: ClientConnection, number: int, engines: tuple[int, ...]) -> None:
         self._running().restart(engines, on_progress=self._progress(client, number))
 

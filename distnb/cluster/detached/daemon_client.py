@@ -89,7 +89,7 @@ class DaemonClient(RunningCluster):
             with self._sending:
                 self._pipe.send(DaemonRequest(number, name, arguments))
         except (OSError, TypeError):  # the second: closed by another thread meanwhile
-            pending.put(DaemonAnswer(number, error=NoClusterError(f"The engines cannot be reached: {self._why}.")))
+            pending.put(DaemonAnswer(number, error=NoClusterError(self._end)))
         return pending
 
     def _ask(self, name: str, *arguments: Any, on_progress: Callable[[str], None] = lambda text: None) -> Any:
@@ -202,10 +202,6 @@ class DaemonClient(RunningCluster):
         """Record that the agent of an engine serves programs."""
         self._send("engine_ready", engine)
 
-    def refresh(self) -> None:
-        """Fetch the current state of the engines."""
-        self._ask("engines")
-
     def stop(self) -> None:
         """End every process of the cluster, and the daemon, whose end is the answer."""
         self._closed = True
@@ -247,14 +243,17 @@ class DaemonClient(RunningCluster):
                 case Ending(why):
                     self._why = why
         if not self._closed:
-            name = "" if self._facts is None else f" {self._facts.name!r}"
-            self._lose(
-                f"was ended: {self._why}",
-                f"The detached cluster{name} has ended: {self._why}. Start another one with %distnb start --detach.",
-            )
+            self._lose(f"was ended: {self._why}", self._end)
         for number in list(self._waiting):
-            text = f"The engines cannot be reached: {self._why}."
-            self._waiting.pop(number).put(DaemonAnswer(number, error=NoClusterError(text)))
+            self._waiting.pop(number).put(DaemonAnswer(number, error=NoClusterError(self._end)))
+
+    @property
+    def _end(self) -> str:
+        """The reason of the connection's end, with its cure."""
+        if self._lost is not None:
+            return self._lost[1]
+        name = "" if self._facts is None else f" {self._facts.name!r}"
+        return f"The detached cluster{name} has ended: {self._why}. Start another one with %distnb start --detach."
 
     def _update(self, engines: Mapping[int, EngineProcess]) -> None:
         if self._lost is None:
