@@ -92,7 +92,7 @@ class _Model:
         self.owners = {A}
         self.waiting: dict[int, float] = {}
         self.asked_to_leave: set[int] = set()
-        self.ended = False
+        self.started = self.ended = False
 
     def follow(self, orders: list[Order], now: float) -> None:
         for order in orders:
@@ -103,6 +103,7 @@ class _Model:
             client = order.client
             assert client in self.connected, "an order to a client that has gone"
             if isinstance(order, Release):
+                assert self.started, "the owner of a cluster that starts would end it"
                 assert self.owners == {client}
                 assert client not in self.asked_to_leave
                 self.asked_to_leave.add(client)
@@ -126,7 +127,6 @@ def test_random_connections_takes_deaths_and_stops(seed: int) -> None:
     ends = rng.choice([None, 100.0])
     owned = Ownership(A, "0", ends, LIMIT)
     model = _Model(owned)
-    started = False
     for _ in range(80):
         step = rng.choice([0.0, 1.0, 6.0])
         if owned.deadline is not None:  # the caller never sleeps for longer
@@ -147,7 +147,7 @@ def test_random_connections_takes_deaths_and_stops(seed: int) -> None:
             model.left(client)
             orders = owned.left(client, now=now)
         elif event == "start":
-            started = started or not model.ended
+            model.started = True
             orders = owned.started(now=now)
         elif event == "stop":
             orders = owned.stopped("stopped", now=now)
@@ -155,7 +155,7 @@ def test_random_connections_takes_deaths_and_stops(seed: int) -> None:
             orders = owned.tick(now=now)
         model.follow(orders, now)
         if not model.ended:
-            assert started or model.owners, "nobody would end a cluster that starts"
+            assert model.started or model.owners, "nobody would end a cluster that starts"
             assert {owned.owner} == (model.owners or {None})
             assert ends is None or now < ends or event != "tick"
         assert not model.ended or not model.waiting
