@@ -171,7 +171,7 @@ class Cluster(RunningCluster):
     @property
     def engines(self) -> dict[int, EngineProcess]:
         """The latest process of every engine, running or ended, by engine id."""
-        return dict(sorted(self._engines.items()))
+        return dict(sorted(self._engines.copy().items()))  # the watcher's thread may add one meanwhile
 
     def notice_ends(self) -> None:
         """Wait until `missing` includes the engines that have ended already."""

@@ -138,7 +138,7 @@ class ModuleWatch:
             return
         self._newest = newest
         self._within.clear()
-        loaded = list(sys.modules.items())
+        loaded = sys.modules.copy().items()  # at once: a list of pairs takes long enough for another thread's import
         self._names = [
             name for name, each in loaded if isinstance(each, types.ModuleType) and self._is_local(name, each)
         ]

@@ -205,7 +205,7 @@ class LocalModules:
 
     def _loaded(self) -> Iterator[str]:
         """Yield the names of the local modules that this process has loaded."""
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():  # at once: another thread may import
             known = self._is_local.get(name)
             if known is None and isinstance(module, types.ModuleType):
                 spec = getattr(module, "__spec__", None)
