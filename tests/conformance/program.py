@@ -29,14 +29,12 @@ class Refusal:
         page: The page of docs that says so, such as "sharded.md".
         says: The words on that page, whatever its line breaks.
         alone: Whether one replica raises it, too.
-        modes: The modes that raise it.
     """
 
     error: str
     page: str
     says: str
     alone: bool = False
-    modes: tuple[str, ...] = MODES
 
     def check_documented(self) -> None:
         """Check that the page says so."""
@@ -57,7 +55,7 @@ class Program:
         replicas: The numbers of replicas that it is for.
         modes: The modes that it is for.
         options: Options of the strategies with several replicas: by keyword, the text of the value.
-        refused: By strategy, the error that it raises there.
+        refused: By strategy, or strategy and mode ("mirrored/cell"), the error that it raises there.
         expected: Returns the result for a number of replicas; None to run the text itself with plain torch.
         by_slices: Whether plain torch computes the replicas' slices one after another, because they differ in more
             than their rows.
@@ -88,8 +86,8 @@ class Program:
 
     def refusal(self, strategy: str, mode: str, replicas: int) -> Refusal | None:
         """Return the error that the program lists for a combination."""
-        listed = self.refused.get(strategy)
-        if listed is None or mode not in listed.modes or (replicas == 1 and not listed.alone):
+        listed = self.refused.get(f"{strategy}/{mode}", self.refused.get(strategy))
+        if listed is None or (replicas == 1 and not listed.alone):
             return None
         return listed
 

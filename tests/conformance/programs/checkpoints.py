@@ -29,7 +29,7 @@ def a_model_and_its_optimizer(optimizer_name):
     train(step, rows(10, 3), rows(10, 2, seed=2))
     pause()
     losses = train(step, rows(10, 3, seed=3), rows(10, 2, seed=4))
-    return {"losses": losses, "model": whole(model), "kept": sorted(kept)}
+    return {"losses": losses, "model": whole(model), "kept": len(kept)}
 
 
 @program(under=("default", "one_device", "mirrored", "multi_worker", "central_storage"))
@@ -54,6 +54,7 @@ def batch_norm_and_a_schedule():
     strategy.run(schedule.step)
     pause()
     train(step, rows(8, 3, seed=3), rows(8, 2, seed=4))
+<<<<<<< HEAD
     return {"model": whole(model), "kept": sorted(kept)}
 
 
@@ -81,4 +82,6 @@ def a_model_with_changed_layers():
     train(step, rows(8, 3), rows(8, 2, seed=2))
     pause()
     train(step, rows(8, 3, seed=3), rows(8, 2, seed=4))
+=======
+>>>>>>> ad024128 (Do not rely on the identity of strings in a conformance program)
     return {"model": whole(model), "kept": len(kept)}

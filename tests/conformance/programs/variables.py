@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -19,6 +21,8 @@ def _refused(synchronization, aggregation):
     listed = {"central_storage": _NOT_AGGREGATED}
     for word in ("mirrored", "multi_worker", "sharded"):
         listed[word] = _NOT_AGGREGATED if synchronization == "on_write" else _NOT_READABLE
+        if synchronization == "on_read":  # in an ordinary cell, the variable is a handle of all components
+            listed[f"{word}/ordinary"] = replace(_NOT_READABLE, error="DistributedValueError")
     return listed
 
 
