@@ -54,8 +54,7 @@ def batch_norm_and_a_schedule():
     strategy.run(schedule.step)
     pause()
     train(step, rows(8, 3, seed=3), rows(8, 2, seed=4))
-<<<<<<< HEAD
-    return {"model": whole(model), "kept": sorted(kept)}
+    return {"model": whole(model), "kept": len(kept)}
 
 
 @program(under=("default", "one_device", "mirrored", "multi_worker", "central_storage"))
@@ -82,6 +81,3 @@ def a_model_with_changed_layers():
     train(step, rows(8, 3), rows(8, 2, seed=2))
     pause()
     train(step, rows(8, 3, seed=3), rows(8, 2, seed=4))
-=======
->>>>>>> ad024128 (Do not rely on the identity of strings in a conformance program)
-    return {"model": whole(model), "kept": len(kept)}
