@@ -81,3 +81,4 @@ def a_model_with_changed_layers():
     train(step, rows(8, 3), rows(8, 2, seed=2))
     pause()
     train(step, rows(8, 3, seed=3), rows(8, 2, seed=4))
+    return {"model": whole(model), "kept": len(kept)}
