@@ -71,7 +71,10 @@ class Counting(torch.nn.Module):
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += 1
+        if x.shape[0] % 2:
+            self.passes += 1
+        else:
+            self.passes = self.passes + 1
         return x @ self.weight
 
 
@@ -173,6 +176,7 @@ class Program:
 
         found: dict[str, Callable[[], Any]] = {"step": step, "words": looked_up}
         found["pass"] = lambda: model(torch.ones(1, 3))
+        found["assigning pass"] = lambda: model(torch.ones(2, 3))
         for name, variable in (("counter", counter), ("small", small), ("table", table)):
             more = increments(variable) | (rows_of(variable) if variable.dim() else {})
             found |= {f"{name} {how}": change for how, change in more.items()}
@@ -202,6 +206,7 @@ CHANGED: dict[str, tuple[str, ...]] = {
     "words": ("words", "words steps"),
     "step": ("weight", "bias", "steps"),
     "pass": ("passes",),
+    "assigning pass": ("passes",),
     "seen": ("seen",),
 }
 
@@ -310,7 +315,7 @@ class Walk:
         """Change something on the coordinator."""
         model = self.program.model
         changes = self.program.changes()
-        del changes["seen"], changes["pass"]
+        del changes["seen"], changes["pass"], changes["assigning pass"]
 
         def of_copies(how: str) -> None:
             for name in ("weight", "bias", "passes"):

@@ -61,7 +61,7 @@ class PackedClosure(NamedTuple):
         needs: The definitions, by number, of the resources that a worker must know. They stay here while the closure is
             queued, even if the packer has dropped them.
         inputs: Results of other closures among the arguments.
-        holds: The objects of these resources, which must live as long as the closure.
+        holds: The objects of these resources, and their tensors, which must live as long as the closure.
         modes: This process's modes, of torch and others. Equal modes of successive closures are the same object.
     """
 
@@ -322,7 +322,8 @@ class ClosurePacker:
             number = self._describe(obj, describe)
             if composition is not None:
                 self._compositions[number] = composition.record()
-        pickler.needs[number] = obj
+        # A layer may be replaced while closures wait that use its tensors.
+        pickler.needs[number] = obj if composition is None else (obj, composition.tensors)
         if settings is not None:
             pickler.settings[number] = settings
         return open_resource, (number,)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,25 @@ def test_updates_of_several_workers_are_all_applied(strategy: Any, coordinator: 
     assert float(seen.compute()) == 200
     assert optimizer.iterations == 200
     assert {status.done > 0 for status in coordinator.status().workers} == {True}
+
+
+def test_a_layer_may_be_replaced_while_functions_wait_that_use_it(
+    strategy: Any, coordinator: ClusterCoordinator
+) -> None:
+    def forward(model: Any) -> int:
+        time.sleep(0.01)
+        return len(model(torch.ones(3)))
+
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 4))
+    results = []
+    for width in (4, 5, 6):
+        results += [(width, coordinator.schedule(forward, args=(model,))) for _ in range(10)]
+        with strategy.scope():
+            model[0] = nn.Linear(3, width + 1)
+        gc.collect()
+    assert [value.fetch() for _, value in results] == [width for width, _ in results]
+    coordinator.join()
 
 
 def test_a_program_trains_like_one_process(cluster: Any) -> None:
