@@ -316,7 +316,10 @@ class ClosurePacker:
         found = self._objects.get(id(obj))
         number = found[1] if found is not None and found[0]() is obj else 0
         if number and composition is not None and self._has_changed(obj, number, describe, composition):
-            self._forget(id(obj), number)
+            functions = set(self._functions.values())
+            others = (known for each, known in self._known.items() if each not in functions)
+            if not any(number in known.needs for known in others):  # such as a per-worker value
+                self._drop(number)
             number = 0
         if not number:
             number = self._describe(obj, describe)

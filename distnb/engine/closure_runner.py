@@ -14,7 +14,7 @@ from distnb.coordinator import references
 from distnb.coordinator.libraries import libraries, library_of
 from distnb.coordinator.pickling import PickledParts, dump, open_packed, open_value
 from distnb.coordinator.references import Reach, parameters_of_each
-from distnb.errors import EndOfDataset
+from distnb.errors import EndOfDataset, StaleHandleError
 from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ClosureRun, ServerAccess
 from distnb.values.structure import map_structure
@@ -113,8 +113,17 @@ class Runner:
             self.access.replicas.keep_in_sync(models, made)
 
     def resource(self, number: int) -> Any:
-        """Return this worker's own object for a resource, created at its first use."""
+        """Return this worker's own object for a resource, created at its first use.
+
+        Raises:
+            StaleHandleError: The coordinator no longer has the resource, so it could not send its definition.
+        """
         if number not in self._resources:
+            if number not in self._packed:
+                raise StaleHandleError(
+                    "A scheduled function or per-worker value refers to an object that the coordinator no longer has. "
+                    "Make the function or the value again."
+                )
             before, self.reach = self.reach, Reach(set(), set())
             try:
                 found = open_packed(self._packed[number])

@@ -140,6 +140,44 @@ def test_an_optimizer_that_computes_losses_is_refused(servers: InHouse) -> None:
         torch.optim.LBFGS(nn.Linear(2, 1).parameters())
 
 
+class Counting(Sign):
+    """An optimizer that counts its steps in an option."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["lr"] *= 0.5
+        super().step()
+
+
+def test_an_optimizer_that_changes_its_options_is_refused(servers: InHouse) -> None:  # noqa: F811
+    strategy = distnb.ParameterServerStrategy()
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+        optimizer = Counting(model.parameters(), lr=0.5)
+    with pytest.raises(OptionError, match=r"Counting changed its option 'lr' during a step, from 0\.5 to 0\.25"):
+        plain_step(model, optimizer, torch.ones(1, 3), torch.zeros(1, 2))
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_an_optimizer_around_another_one_is_refused(servers: InHouse) -> None:  # noqa: F811
+    strategy = distnb.ParameterServerStrategy()
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    text = r"Around is an optimizer around another one \(SGD\)"
+    with pytest.raises(OptionError, match=text), strategy.scope():
+        Around(inner)
+
+
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
 def test_sparse_gradients_change_only_their_rows(servers: InHouse, kind: str) -> None:  # noqa: F811
     options = {"momentum": 0.0} if kind == "SGD" else {}

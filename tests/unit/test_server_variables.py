@@ -17,6 +17,7 @@ from torch import nn
 import distnb
 from distnb.checkpoint.states import object_states as states
 from distnb.coordinator.packer import ClosurePacker
+from distnb.coordinator.per_worker import PerWorkerValues, ValueMaker
 from distnb.coordinator.pickling import open_value
 from distnb.coordinator.sent import Sent
 from distnb.engine.closure_runner import Runner
@@ -414,6 +415,29 @@ def test_an_earlier_experiment_leaves_no_memory_anywhere(strategy: Any, servers:
     worker.run(packer, 5, lambda: None)  # the first one freed the variables
     assert not any(each() is not None for each in left)
     assert not worker.access.placement()
+
+
+def test_a_changed_model_is_sent_again_and_a_new_worker_makes_values_that_use_it(
+    strategy: Any, servers: InHouse
+) -> None:
+    with strategy.scope():
+        model = nn.Sequential(nn.LeakyReLU(0.5), nn.Linear(1, 1))
+    with torch.no_grad():
+        model[1].weight.fill_(1.0)
+        model[1].bias.zero_()
+    packer, x = packer_of(strategy), -torch.ones(1)
+    value = PerWorkerValues(ValueMaker(lambda: [model]), "values")
+    first, second = Worker(servers, 0), Worker(servers, 1)
+    for number in range(3):
+        assert first.run(packer, number, lambda value: float(value[0](x)), value) == -0.5
+    model[0].negative_slope = 0.25
+    assert first.run(packer, 4, lambda: float(model(x))) == -0.25
+    assert first.run(packer, 5, lambda value: len(value), value) == 1, "it was made once"
+    assert second.run(packer, 6, lambda value: len(value), value) == 1
+    assert second.run(packer, 7, lambda: float(model(x))) == -0.25
+    with strategy.scope():
+        model[0] = nn.Identity()
+    assert second.run(packer, 8, lambda: float(model(x))) == -1
 
 
 def test_the_loss_of_a_server_does_not_keep_memory_on_the_others(servers: InHouse) -> None:

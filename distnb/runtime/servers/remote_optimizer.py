@@ -274,7 +274,7 @@ def make_remote(optimizer: Any) -> None:
     Raises:
         ContextError: Some of its parameters are not on the servers.
         OptionError: It computes the loss several times in each step, as LBFGS does; or it may need a whole variable
-            that is divided.
+            that is divided; or it has another optimizer in it.
     """
     servers = servers_here.access
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -309,6 +309,12 @@ def _template(optimizer: Any) -> tuple[type, dict[str, Any], list[dict[str, Any]
         for name, value in vars(optimizer).items()
         if name not in _NOT_SENT and torch_internals.is_own_attribute(name)
     }
+    inner = next((each for each in own.values() if isinstance(each, torch.optim.Optimizer)), None)
+    if inner is not None:
+        raise OptionError(
+            f"{cls.__name__} is an optimizer around another one ({type(inner).__name__}), whose steps cannot be taken "
+            "on parameter servers. Use the inner optimizer alone."
+        )
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return cls, {**own, "defaults": optimizer.defaults}, options
 

@@ -83,6 +83,9 @@ class ServerOptimizer:
 
         An exception of the optimizer propagates. Some parameters may then be updated and others not.
 
+        Raises:
+            OptionError: The optimizer has changed its own options. The next step would undo that.
+
         Args:
             ready: The parameters with their gradients, as `prepare` returns them.
             options: The options of each parameter group, such as the learning rate.
@@ -99,6 +102,14 @@ class ServerOptimizer:
             for parameter, _ in ready:
                 parameter.grad = None
         self.steps += 1
+        for group, wanted in zip(self._optimizer.param_groups, options, strict=True):
+            for name, value in wanted.items():
+                if not same_value(group[name], value):
+                    raise OptionError(
+                        f"{self._name} changed its option {name!r} during a step, from {value} to {group[name]}. On "
+                        "parameter servers options are the coordinator's, which are sent with each step. Such an "
+                        "optimizer must keep its numbers in `self.state[parameter]`."
+                    )
 
     def _parameter(self, shard: Shard) -> torch.nn.Parameter:
         if shard not in self._parameters:
