@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import cloudpickle
 import xxhash
 
-from distnb.compat import accelerate_internals, pandas_internals, transformers_internals
+from distnb.compat import accelerate_internals, matplotlib_internals, pandas_internals, transformers_internals
 from distnb.compat.keras_core import reduce_input
 from distnb.errors import CannotTravelError
 from distnb.objects import constructors, keras_archives
@@ -375,14 +375,6 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
             return reference
         return self.other(obj) if self.side.copying else (copyreg.__newobj__, (type(obj),), vars(obj))  # type: ignore[attr-defined]
 
-    def transform(self, transform: Any) -> Any:
-        """Reduce a matplotlib transform without the transforms that depend on it. It holds them by their addresses."""
-        return content, (type(transform),), {**transform.__getstate__(), "_parents": None}
-
-    def callbacks(self, registry: Any) -> Any:
-        """Reduce a registry of matplotlib's callbacks without the number of the next one. Each pickle increases it."""
-        return content, (type(registry),), {**registry.__getstate__(), "_cid_gen": None}
-
     def other(self, obj: Any) -> Any:
         """Reduce an object by its own rule for pickling."""
         kind = type(obj)
@@ -522,12 +514,10 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
     if widget is not None and issubclass(kind, widget):
         # Refused as a whole, because a copy without a comm would fail when it is closed.
         return lambda pickler, obj: pickler.refused(obj, None)
-    transforms = sys.modules.get("matplotlib.transforms")
-    if transforms is not None and issubclass(kind, transforms.TransformNode):
-        return lambda pickler, obj: pickler.transform(obj)
-    cbook = sys.modules.get("matplotlib.cbook")
-    if cbook is not None and kind is cbook.CallbackRegistry:
-        return lambda pickler, obj: pickler.callbacks(obj)
+    if matplotlib_internals.is_transform(kind):
+        return lambda pickler, obj: pickler.reference(obj) or matplotlib_internals.reduce_transform(obj)
+    if matplotlib_internals.is_registry(kind):
+        return lambda pickler, obj: pickler.reference(obj) or matplotlib_internals.reduce_registry(obj)
     if pandas_internals.is_table(kind):
         return lambda pickler, obj: pickler.table(obj)
     shells = sys.modules.get("IPython.core.interactiveshell")

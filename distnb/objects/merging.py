@@ -34,6 +34,7 @@ from typing import Any
 
 import cloudpickle
 
+from distnb.compat import matplotlib_internals
 from distnb.objects.code import definitions
 from distnb.objects.constructors import ByOpener
 from distnb.objects.memory.blocks import MemoryBlock, is_stored
@@ -267,6 +268,11 @@ class Merge:
             target.__cause__ = cause
         return self._attributes(new, target)
 
+    def _transform(self, new: Any, target: Any) -> Any:
+        state = {name: self.merged(value) for name, value in vars(new).items() if name != "_parents"}
+        matplotlib_internals.update_transform(target, state)
+        return target
+
     def _attributes(self, new: Any, target: Any) -> Any:
         """Merge the attributes of an instance, in its dict and its slots."""
         attributes = getattr(new, "__dict__", None)
@@ -395,4 +401,6 @@ def _rule_for(kind: type) -> _Rule | None:
             return Merge._storage
     if numpy is not None and issubclass(kind, numpy.ndarray):
         return Merge._array
+    if matplotlib_internals.is_transform(kind):
+        return Merge._transform
     return next((rule for base, rule in _RULES if issubclass(kind, base)), None)

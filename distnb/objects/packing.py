@@ -7,7 +7,7 @@ import io
 import pickle
 import pickletools
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ class Packed:
         pairs: A (place in the memo, number) pair for each object that the other side already has, one after the other.
             The high bits of the number are an index into `parts`, so that a number fits in 64 bits.
         parts: The parts of earlier packs to which the numbers belong.
-        unordered: The names whose objects each sender of an equal value numbers in an order of its own.
+        pickle_digests: The digests of the pickles without the buffers.
         copies: True if the values are copies of objects that stay with the sender. A class among them then changes no
             class of the receiver.
     """
@@ -61,13 +61,13 @@ class Packed:
     starts: tuple[int, ...] = ()
     pairs: bytes = b""
     parts: tuple[int, ...] = ()
-    unordered: Set[str] = frozenset()
+    pickle_digests: tuple[bytes, ...] = ()
     copies: bool = False
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The number of objects in the part of each name."""
-        return {name: end - start for name, start, end in zip(self.names, self.starts, self.starts[1:], strict=False)}
+    def orders(self) -> dict[str, bytes]:
+        """A digest of each value's pickle by name. If it is equal on all senders, the objects have the same numbers."""
+        return dict(zip(self.names, self.pickle_digests, strict=True))
 
     def parts_within(self) -> dict[str, set[int]]:
         """Return, for each name, the parts of earlier packs that brought the known objects in its value."""
@@ -83,7 +83,12 @@ class Packed:
     def bare(self) -> Packed:
         """Return the pack without its content, for a receiver that gets the content from another sender."""
         return Packed(
-            serial=self.serial, names=self.names, data=b"", buffers=(), starts=self.starts, unordered=self.unordered
+            serial=self.serial,
+            names=self.names,
+            data=b"",
+            buffers=(),
+            starts=self.starts,
+            pickle_digests=self.pickle_digests,
         )
 
     @property
@@ -95,7 +100,7 @@ class Packed:
         buffers = tuple(pickle.PickleBuffer(each) for each in self.buffers)
         data = pickle.PickleBuffer(self.data)
         numbers = self.starts, self.pairs, self.parts
-        return Packed, (self.serial, self.names, data, buffers, *numbers, self.unordered, self.copies)
+        return Packed, (self.serial, self.names, data, buffers, *numbers, self.pickle_digests, self.copies)
 
 
 def out_of_band(buffers: list[Any]) -> Callable[[pickle.PickleBuffer], bool]:
@@ -198,12 +203,6 @@ class Packer(Digester):
 
     def a_class(self, cls: type) -> Any:
         return definitions.reduce_class(cls, self.side.classes)
-
-    def transform(self, transform: Any) -> Any:
-        return self.instance(transform)
-
-    def callbacks(self, registry: Any) -> Any:
-        return self.instance(registry)
 
     def table(self, table: Any) -> Any:
         reference = self.reference(table)

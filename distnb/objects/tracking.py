@@ -31,6 +31,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import gc
+import itertools
 import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
@@ -381,11 +382,12 @@ class Tracker:
         while True:
             packer = Packer(self.side, known if sources else None, self.number_of, self._memories)
             roots = [[digests.refused.get(name, values[name])] for name in names]
-            name = ""
+            name, ends = "", [0]
             try:
                 for name, root in zip(names, roots, strict=True):
                     packer.begin(name, root[0])
                     packer.dump(root)
+                    ends.append(packer.file.tell())
                 roots.append([])  # its place is the end of the last part
                 packer.dump(roots[-1])
                 starts = tuple(map(packer.place_of, roots))
@@ -395,15 +397,17 @@ class Tracker:
                     raise
                 digests.refused[name] = _refused(name, values[name], error)
         pairs, parts = _pairs(packer, tables)
+        data = packer.file.getvalue()
+        pickles = [memoryview(data)[start:end] for start, end in itertools.pairwise(ends)]
         packed = Packed(
             serial=serial,
             names=tuple(names),
-            data=packer.file.getvalue(),
+            data=data,
             buffers=tuple(packer.buffers),
             starts=starts,
             pairs=pairs.tobytes(),
             parts=parts,
-            unordered=digests.unordered.intersection(names),
+            pickle_digests=tuple(map(xxhash.xxh3_64_digest, pickles)),
         )
         if held is not None and pairs:
             for within, found in packed.parts_within().items():

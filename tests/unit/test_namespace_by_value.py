@@ -329,3 +329,26 @@ def test_builtin_exceptions_are_complete(world: DoubleWorld, text: str, message:
     assert str(error) == message
     assert getattr(error, "value", 3) == 3
     assert getattr(error, "errno", 2) == 2
+
+
+def test_a_figure_whose_transforms_are_held_in_another_order_by_a_replica_stays_one(world: DoubleWorld) -> None:
+    """Reorder dicts whose keys are addresses: new transforms may get the addresses of keys from another process."""
+    change = "f.axes[0].set_title(f.axes[0].get_title() + 't')"
+    reorder = (
+        "if rid():\n    for t in (f.axes[0].transAxes, f.axes[0].transData, f.dpi_scale_trans):\n"
+        "        held = list(t._parents.items())\n        t._parents.clear()\n        t._parents.update(reversed(held))"
+    )
+    run_all(world, [ordinary("import matplotlib.figure")])
+    run_all(world, [distributed("f = matplotlib.figure.Figure()\nf.add_subplot().plot([1, 2, 3])")])
+    figure = world.notebook.user_ns["f"]
+    cells = [ordinary(change), distributed(f"{change}\n{reorder}")]
+    place = "f.axes[0].transAxes.transform((1, 1)).tolist()"
+    run_all(
+        world, [*cells, *cells, distributed(f"f.set_size_inches(10, 10)\nthere = {place}"), ordinary(f"here = {place}")]
+    )
+    ns = world.notebook.user_ns
+    assert ns["f"] is figure
+    assert figure.axes[0].get_title() == "tttt"
+    assert ns["here"] == ns["there"] == [900, 880], "transforms follow the figure's size"
+    run_all(world, [ordinary(f"f.set_size_inches(20, 5)\nhere = {place}"), distributed(f"there = {place}")])
+    assert ns["here"] == ns["there"] == [1800, 440]

@@ -136,8 +136,9 @@ class Results:
         sent = {name for results in every if results.pack is not None for name in results.pack.names}
         for name in names - sent:
             self._handles_by_name((name,), "now holds too many tensors, or other objects that stay on the replicas")
-        unordered = {name for results in every if results.pack is not None for name in results.pack.unordered}
-        names, alike = names & sent, alike & sent - unordered
+        names, alike = names & sent, alike & sent
+        if len(every) == self._tracked.size:
+            alike = self._common(alike)
         merged = self._merge_versions(names - alike) if names - alike else set()
         if self._first.pack is not None and self._first.pack.data:
             self._open_pack(self._first.pack, alike, in_place=not names - alike, merged=merged)
@@ -228,10 +229,8 @@ class Results:
         """Return the names whose objects have the same numbers on all replicas, since they were packed alike."""
         if len(self._results) < self._tracked.size:
             return set()
-        packs = [results.pack for results in self._results.values()]
-        sizes = [pack.sizes if pack is not None else {} for pack in packs]
-        unordered = {name for pack in packs if pack is not None for name in pack.unordered}
-        return {name for name in names - unordered if len({size.get(name) for size in sizes}) == 1}
+        orders = [results.pack.orders if results.pack is not None else {} for results in self._results.values()]
+        return {name for name in names if len({order.get(name) for order in orders}) == 1}
 
     def _forget_parts(self, common: Collection[str] = (), *, merged: Collection[str]) -> None:
         """Have the engines forget the values that they packed.
