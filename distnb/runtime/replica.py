@@ -343,9 +343,10 @@ class Spmd:
         def one(leaf: Any) -> torch.Tensor:
             if process.size > 1 and not self._has_components(leaf):
                 raise DistributedValueError(
-                    f"gather got a plain {type(leaf).__name__}, which is the same on all {process.size} replicas, so "
-                    "there is nothing to gather. Pass a PerReplica that strategy.run returned, or a value of "
-                    "strategy.distribute_values_from_function."
+                    f"gather got a plain {type(leaf).__name__}. Only a value with a component for each replica can be "
+                    "gathered: a PerReplica that strategy.run returned, or a value of "
+                    "strategy.distribute_values_from_function. To gather what each replica has computed outside run, "
+                    "return it from a function: strategy.gather(strategy.run(lambda: value), axis=0)."
                 )
             if isinstance(leaf, DistributedValues):
                 leaf.require_same_kind("gather")

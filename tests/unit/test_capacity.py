@@ -42,6 +42,9 @@ def test_far_more_engines_than_cores_are_refused_with_the_figures(engines: int, 
     ):
         check_capacity(engines, room, oversubscribe=False)
     check_capacity(engines, room, oversubscribe=True)
+    with pytest.raises(StartError, match=r"Give a smaller number\. .*started with oversubscribe=True") as resized:
+        check_capacity(engines, room, oversubscribe=False, running=1)
+    assert "--oversubscribe" not in str(resized.value), "%distnb resize has no such option"
 
 
 def test_more_engines_than_memory_allows_are_refused_with_the_figures() -> None:

@@ -65,12 +65,12 @@ def this_machine() -> Capacity:
 
 
 def check_capacity(
-    engines: int, capacity: Capacity, where: str = "this machine", *, oversubscribe: bool, running: int = 0
+    engines: int, capacity: Capacity, where: str = "this machine", *, oversubscribe: bool, running: int | None = None
 ) -> tuple[str, ...]:
     """Return the notices about a cluster's size, or raise an error if the cluster would overload the machine.
 
-    With `oversubscribe`, the user accepts an overload, but the administrator's limit still applies. Of the engines,
-    `running` have their memory already.
+    With `oversubscribe`, the user accepts an overload, but the administrator's limit still applies. In a cluster that
+    is resized, `running` of the engines have their memory already.
 
     Raises:
         StartError: The cluster is too large. The message contains the figures.
@@ -86,12 +86,14 @@ def check_capacity(
             f"most {most}, or ask its administrator."
         )
     cure = "Start fewer; or, to overload this machine on purpose, give --oversubscribe or oversubscribe=True."
+    if running is not None:
+        cure = "Give a smaller number. Only a cluster that was started with oversubscribe=True may overload a machine."
     if engines > max(_FEW, 2 * capacity.cores) and not oversubscribe:
         raise StartError(
             f"{engines} engines were asked for on a machine with {shared}. More than {_FEW} engines, and more than two "
             f"per core, slow down each other and all other programs. {cure}"
         )
-    starting = engines - running
+    starting = engines - (running or 0)
     if starting * ENGINE_NBYTES > capacity.memory_nbytes and not oversubscribe:
         raise StartError(
             f"{_count(starting, 'engine')} need {_mib(starting * ENGINE_NBYTES)} MiB of memory before any cell has run "

@@ -31,6 +31,7 @@ from distnb.collectives.gradients.parameter_groups import (
 from distnb.collectives.gradients.pass_reports import Report, all_equal, digest_of, exchange
 from distnb.collectives.gradients.replica_comparison import agree, check_equal
 from distnb.collectives.gradients.replicated_steps import current_step
+from distnb.collectives.group.interface import Group
 from distnb.collectives.verify import callsite
 from distnb.errors import GradientError, OptionError
 
@@ -257,6 +258,11 @@ class GradientSync:
         total = loss.detach() * self.scale(aggregation.group.size)
         aggregation.group.all_reduce(total)
         return total
+
+    @property
+    def replicas(self) -> Group:
+        """The current process group."""
+        return self._aggregation().group
 
     @property
     def aggregates(self) -> bool:

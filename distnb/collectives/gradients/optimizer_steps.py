@@ -7,9 +7,10 @@ parameters with other writes have to be compared, and the end of a cell that tra
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -17,8 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from distnb.collectives.digests import digest
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, Mirror, ParameterGroup, find_mirror
+from distnb.collectives.gradients.replica_comparison import find_unlike
 from distnb.collectives.group.eager import always_eager
 from distnb.errors import UnsyncedGradientError
+
+if TYPE_CHECKING:
+    from distnb.collectives.gradients.gradient_sync import GradientSync
 
 __all__ = ["changed_by_hand", "guard_optimizers", "note_versions", "writes"]
 
@@ -118,13 +123,13 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror], used: int) -> None:
     """Raise an error unless the gradients are aggregated, or were made from aggregated ones (`p.grad = p.grad /
-    norm`)."""
+    norm`), or are equal on all replicas (`p.grad = all_reduce(...) / n`)."""
     wrong = [
         mirror
         for mirror in unknown
         if _in_pass(mirror) or mirror.place in mirror.group.local or mirror.group.serial <= used
     ]
-    if not wrong:
+    if not wrong or _are_equal(wrong):
         return
     first = wrong[0]
     parameter = first.group.references[first.place]()
@@ -136,7 +141,7 @@ def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror], used: in
         cause = "so far they come from backward passes under no_sync() only"
         cure = "Run the last backward pass before each optimizer step outside no_sync()."
     else:
-        cause = "they were not made by a backward pass (torch.autograd.grad, or assigned by hand)"
+        cause = "they were not made by a backward pass (torch.autograd.grad, or assigned by hand), and differ"
         cure = (
             "Aggregate them first: `p.grad = distnb.get_replica_context().all_reduce('sum', gradient)`, or let "
             "`loss.backward()` make them."
@@ -146,6 +151,22 @@ def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror], used: in
         f"aggregated over the replicas: {cause}. The first is parameter {first.place} of {first.group.description}, "
         f"shape {shape}. Each replica would make another step, and the replicas would drift apart. {cure}"
     )
+
+
+def _are_equal(made_by_hand: Sequence[Mirror]) -> bool:
+    """Compare gradients that no backward pass made, and note that they are aggregated if all replicas have them."""
+    if any(_in_pass(mirror) or mirror.place in mirror.group.local for mirror in made_by_hand):
+        return False
+    by_strategy: dict[GradientSync, list[torch.Tensor]] = {}
+    for mirror in made_by_hand:
+        parameter, sync = mirror.group.references[mirror.place](), mirror.sync()
+        if parameter is not None and sync is not None and parameter.grad is not None:
+            by_strategy.setdefault(sync, []).append(parameter.grad)
+    if any(find_unlike(sync.replicas, gradients) for sync, gradients in by_strategy.items()):
+        return False
+    for gradient in itertools.chain(*by_strategy.values()):
+        AGGREGATED.add(gradient)
+    return True
 
 
 def _in_pass(mirror: Mirror) -> bool:

@@ -22,7 +22,7 @@ from distnb.errors import GradientError, UnsyncedGradientError
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
 
-__all__ = ["agree", "check_equal"]
+__all__ = ["agree", "check_equal", "find_unlike"]
 
 
 class _Layout(NamedTuple):
@@ -185,14 +185,12 @@ def _where(proposals: Sequence[_Proposal]) -> str:
     return "The pass began at " + "; ".join(f"{place} on replica {rank}" for rank, place in enumerate(places)) + "."
 
 
-# -- outside strategy.run ----------------------------------------------------------------------------------------------
+# -- gradients that should be equal ------------------------------------------------------------------------------------
 
 
 def check_equal(replicas: Group, groups: Sequence[ParameterGroup], place: str) -> None:
     """Raise if the replicas, which compute the same outside `strategy.run`, have new gradients that differ."""
-    mine = torch.tensor([_measured(gradient) for group in groups for gradient in group.fresh()], dtype=torch.float64)
-    gathered = replicas.all_gather_object(mine)
-    unlike = [rank for rank, other in enumerate(gathered) if not _close(gathered[0], other)]
+    unlike = find_unlike(replicas, [gradient for group in groups for gradient in group.fresh()])
     if unlike:
         raise UnsyncedGradientError(
             f"A backward pass outside strategy.run ({place}) gave replica {unlike[0]} other gradients of mirrored "
@@ -202,18 +200,27 @@ def check_equal(replicas: Group, groups: Sequence[ParameterGroup], place: str) -
         )
 
 
+def find_unlike(replicas: Group, gradients: Sequence[torch.Tensor | None]) -> list[int]:
+    """Return the replicas whose gradients are not those of replica 0, up to rounding. All replicas must call this."""
+    mine = torch.tensor([_measured(gradient) for gradient in gradients], dtype=torch.float64)
+    gathered = replicas.all_gather_object(mine)
+    return [rank for rank, other in enumerate(gathered) if not _close(gathered[0], other)]
+
+
 def _measured(gradient: torch.Tensor | None) -> tuple[float, float]:
-    """Return the sum and the norm."""
+    """Return the norm, and the sum with weights that depend on the place, so that the same values in other rows
+    differ."""
     if gradient is None:
-        return 0.0, -1.0
-    values = gradient.detach().to_dense().double()
-    return float(values.sum()), float(values.norm())
+        return -1.0, 0.0
+    values = gradient.detach().to_dense().flatten().double()
+    weights = torch.arange(1, values.numel() + 1, device=values.device, dtype=torch.float64).cos_()
+    return float(values.norm()), float(values @ weights)
 
 
 def _close(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two replicas measured nearly the same: [gradients, 2]."""
     if first.shape != other.shape:
         return False
-    allowed = _TOLERANCE * (first[:, 1:].abs() + other[:, 1:].abs())
+    allowed = _TOLERANCE * (first[:, :1].abs() + other[:, :1].abs())
     # Infinities and NaNs on both replicas count as equal, too.
     return bool((((first - other).abs() <= allowed) | (first == other) | (first.isnan() & other.isnan())).all())

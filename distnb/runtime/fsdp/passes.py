@@ -21,6 +21,7 @@ import torch
 from distnb.accelerators import torch_device
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.gradients.parameter_groups import AGGREGATED
+from distnb.collectives.gradients.replica_comparison import find_unlike
 from distnb.collectives.verify import callsite
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import GradientError, UnsyncedGradientError
@@ -212,16 +213,19 @@ class ShardedPasses:
         Raises:
             UnsyncedGradientError: There are gradients of this replica alone.
         """
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            if is_whole(parameter.grad, parameter):
-                if self._in_replica() and self._group().size > 1 and parameter.grad not in AGGREGATED:
-                    raise UnsyncedGradientError(
-                        f"{type(optimizer).__name__}.step() on a gradient of a sharded parameter of shape "
-                        f"{list(parameter.shape)} that was assigned by hand and never aggregated over the replicas: "
-                        "each replica would step with another one. Aggregate it first: parameter.grad = "
-                        "distnb.get_replica_context().all_reduce(distnb.ReduceOp.SUM, gradient)."
-                    )
-                parameter.grad = part_of(parameter.grad, parameter)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        whole = [parameter for parameter in parameters if is_whole(parameter.grad, parameter)]
+        unknown = [parameter for parameter in whole if parameter.grad not in AGGREGATED]
+        is_checked = unknown and self._in_replica() and self._group().size > 1
+        if is_checked and find_unlike(self._group(), [parameter.grad for parameter in unknown]):
+            raise UnsyncedGradientError(
+                f"{type(optimizer).__name__}.step() on gradients of {len(unknown)} sharded parameters that were "
+                "assigned by hand, never aggregated over the replicas, and differ: each replica would step with other "
+                f"ones. The first has shape {list(unknown[0].shape)}. Aggregate them first: parameter.grad = "
+                "distnb.get_replica_context().all_reduce(distnb.ReduceOp.SUM, gradient)."
+            )
+        for parameter in whole:
+            parameter.grad = part_of(parameter.grad, parameter)
         for root in self._with_local_gradients():
             if fsdp_internals.has_local_gradients(root, _numbers(optimizer)):
                 model = torch_internals.original_class(root).__name__

@@ -517,28 +517,50 @@ def gradients_changed_before_the_step():
     return {"model": whole(model)}
 
 
+_DIFFERENT = Refusal("UnsyncedGradientError", "strategies.md", "raises an error if they differ between the replicas")
+
+
 @program(
-    refused={
-        word: Refusal(
-            "UnsyncedGradientError",
-            "strategies.md",
-            "An optimizer step on gradients that no backward pass made raises an error",
-        )
-        for word in ("mirrored", "multi_worker", "central_storage")
+    cases={
+        "equal": {"grows": 0.0},
+        "different": {
+            "grows": 1.0,
+            "refused": dict.fromkeys(("mirrored", "multi_worker", "central_storage", "sharded"), _DIFFERENT),
+        },
     }
 )
-def gradients_made_by_hand():
+def gradients_made_by_hand(grows):
     with strategy.scope():
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step():
         for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+            parameter.grad = torch.full(parameter.shape, 1 + grows * distnb.replica_id())
+        try:
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()  # so that the next program has no replicas that have drifted apart
 
     strategy.run(step)
+    strategy.run(step)
     return {"model": whole(model)}
+
+
+_ROWS = Refusal("UnsyncedGradientError", "strategies.md", "gradients that differ raise an error")
+
+
+@program(
+    replicas=(1, 2, 3),
+    refused=dict.fromkeys(("mirrored", "multi_worker", "central_storage"), _ROWS),
+    under=("default", "one_device", "mirrored", "multi_worker", "central_storage"),
+)
+def same_values_in_other_rows_outside_run():
+    with strategy.scope():
+        table = nn.Embedding(6, 2)
+
+    table(torch.tensor([distnb.replica_id()])).sum().backward()
+    return {"gradient": table.weight.grad.tolist()}
 
 
 @program(under=("mirrored", "multi_worker", "central_storage"), by_slices=False)
