@@ -63,7 +63,7 @@ _WHERE = {
     "set_strategy": "distnb.strategies.context",
     "is_chief": "distnb.strategies.context",
     "on_chief": "distnb.strategies.context",
-    "shared_folder": "distnb.runtime.shared_folder",
+    "shared_folder": "distnb.runtime.chief_work.shared_folder",
     "DistributedValues": "distnb.values",
     "PerReplica": "distnb.values",
     "Mirrored": "distnb.values",
@@ -120,8 +120,8 @@ if TYPE_CHECKING:
     from distnb.options import ValueContext as ValueContext
     from distnb.options import VariableAggregation as VariableAggregation
     from distnb.options import VariableSynchronization as VariableSynchronization
+    from distnb.runtime.chief_work.shared_folder import shared_folder as shared_folder
     from distnb.runtime.servers.server_variable import ShardedVariable as ShardedVariable
-    from distnb.runtime.shared_folder import shared_folder as shared_folder
     from distnb.strategies.base import Strategy as Strategy
     from distnb.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from distnb.strategies.context import ReplicaContext as ReplicaContext

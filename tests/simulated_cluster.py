@@ -27,7 +27,7 @@ from distnb.coordinator.link import (
     WorkerLost,
     WorkerUp,
 )
-from distnb.engine.closure_runner import Runner
+from distnb.engine.closures.closure_runner import Runner
 from distnb.errors import ServerLost
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess

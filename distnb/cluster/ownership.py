@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from distnb.story import StateMachine, transition
 
-__all__ = ["End", "Grant", "Order", "Ownership", "Refuse", "Release"]
+__all__ = ["EndCluster", "Grant", "Order", "Ownership", "Refuse", "Release"]
 
 _PATIENCE_S = 15.0  # the time in which an owner releases the cluster to a taker
 
@@ -52,13 +52,13 @@ class Release(NamedTuple):
     by: str
 
 
-class End(NamedTuple):
+class EndCluster(NamedTuple):
     """The order to end the cluster."""
 
     why: str
 
 
-Order = Grant | Refuse | Release | End
+Order = Grant | Refuse | Release | EndCluster
 
 
 class _Taker(NamedTuple):
@@ -185,4 +185,4 @@ class Ownership(StateMachine):
         self.ended = why
         refused = [Refuse(client, "ended", why) for client in self._takers]
         self._takers.clear()
-        return [*refused, End(why)]
+        return [*refused, EndCluster(why)]

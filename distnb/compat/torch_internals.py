@@ -182,6 +182,14 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def take_gradient_hooks(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Give a tensor the hooks on the gradient of another, which it replaces."""
+    if source._backward_hooks:
+        tensor._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks:
+        tensor._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether autograd regards a tensor as a view of another one."""
     return bool(tensor._is_view())

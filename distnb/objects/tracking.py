@@ -251,12 +251,14 @@ class Copies(NamedTuple):
         objects: The objects that this end knows, by their numbers here.
         failed: The error of each value that could not be opened, by name.
         new_classes: The classes that were created.
+        referred: The objects behind references, which did not arrive.
     """
 
     roots: dict[str, Any]
     objects: dict[int, _Copy]
     failed: dict[str, Exception]
     new_classes: list[type]
+    referred: list[Any]
 
 
 class Tracker:
@@ -590,6 +592,7 @@ class Tracker:
             },
             failed=opener.failed,
             new_classes=opener.new_classes,
+            referred=opener.referred,
         )
 
     def merge_copies(
@@ -609,7 +612,8 @@ class Tracker:
             sources: The packs from which other objects are taken, by number.
             substitutes: Objects that replace others, by number.
         """
-        counterparts, versions, taken = dict[int, Any](), dict[int, Any](), dict[int, Any]()
+        counterparts, versions = dict[int, Any](), dict[int, Any]()
+        taken = {id(obj): obj for each in copies for obj in each.referred}
         states: dict[type, dict[str, Any]] = {}
         chosen: dict[int, Any] = {}
         for each in copies:

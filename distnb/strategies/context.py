@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from distnb.errors import ContextError, OptionError
 from distnb.runtime import choice, contexts
-from distnb.runtime.chief_first import chief_first
+from distnb.runtime.chief_work.chief_first import chief_first
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy

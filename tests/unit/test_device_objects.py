@@ -295,11 +295,11 @@ def test_data_deep_within_a_handle_can_be_changed(world: DoubleWorld) -> None:
 def test_records_in_a_list_that_replicas_changed_differently_remain_equal(world: DoubleWorld) -> None:
     there(world, "log = {'rows': [{'loss': torch.ones(3), 'tags': [1]}]}\nother = {'rows': [{'loss': torch.ones(3)}]}")
     there(world, "log['rows'].append(rid())")
-    here(world, "log['rows'][0]['tags'].append(2)")
+    there(world, "log['rows'][0]['tags'].append(2)")
     there(world, "tags = log['rows'][0]['tags']\nrows = [{'loss': torch.ones(3), 'sub': {'x': 1}}]\nbox = Agent(net)")
     assert world.notebook.user_ns["tags"] == [1, 2]
     there(world, "rows.append([rid()])")
-    here(world, "rows[0]['sub']['y'] = 2")
+    there(world, "rows[0]['sub']['y'] = 2")
     there(world, "sub = rows[0]['sub']")
     assert world.notebook.user_ns["sub"] == {"x": 1, "y": 2}
 

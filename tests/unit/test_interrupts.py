@@ -14,7 +14,6 @@ import torch
 import distnb
 from distnb.collectives.gradients.backward_passes import BackwardPasses
 from distnb.collectives.gradients.gradient_sync import GradientSync
-from distnb.collectives.gradients.mean_loss import are_losses_global, losses_are_global
 from distnb.compat import torch_internals
 from distnb.runtime import contexts
 from distnb.runtime.interrupts import Interrupts
@@ -180,11 +179,6 @@ def use_sync(sync: GradientSync) -> None:
         assert not sync.is_synced
 
 
-def use_losses() -> None:
-    with losses_are_global(lambda roots: None):
-        assert are_losses_global()
-
-
 def use_strategies() -> None:
     for strategy in (distnb.get_strategy(), distnb.OneDeviceStrategy("cpu:0")):
         with strategy.scope():
@@ -201,8 +195,6 @@ def test_no_context_outlasts_an_interrupt() -> None:
     sync: Any = GradientSync(lambda: None)  # type: ignore[arg-type, return-value]
     for place in interrupted_everywhere(lambda: use_sync(sync)):
         assert sync.is_synced, place
-    for place in interrupted_everywhere(use_losses):
-        assert not are_losses_global(), place
     for place in interrupted_everywhere(use_strategies):
         assert not distnb.has_strategy(), place
         assert distnb.in_cross_replica_context() is False, place

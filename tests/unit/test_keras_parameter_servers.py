@@ -24,7 +24,7 @@ from tests.unit.test_server_variables import InHouse, Worker, packer_of
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
-parameter_servers = importlib.import_module("distnb.keras.parameter_servers")
+parameter_servers = importlib.import_module("distnb.keras.servers.parameter_servers")
 # Keras causes it for each array.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     *(
         "_getframe",
+        "_current_exceptions",
         "_current_frames",
         "_exit",
         "_fields",

@@ -16,10 +16,12 @@ SHARED_MODULE_NAMES = {
     "__main__": "Python gives it to what `python -m` runs",
     "base": "the abstract base class of each folder",
     "checkpoint": "a folder whose main module holds the public class of that name",
+    "closures": "a folder at both ends, in the notebook and in the engine",
     "coordinator": "a folder whose main module holds the public class of that name",
     "estimator": "a folder whose main module holds the public class of that name",
     "namespace": "a folder at both ends, in the notebook and in the engine",
     "output": "a folder at both ends, in the notebook and in the engine",
+    "servers": "the folder for parameter servers, of the runtime and of Keras",
 }
 
 

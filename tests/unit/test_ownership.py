@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from distnb.cluster.ownership import End, Grant, Order, Ownership, Refuse, Release
+from distnb.cluster.ownership import EndCluster, Grant, Order, Ownership, Refuse, Release
 
 A, B, C, D = range(4)
 LIMIT = "it reached its limit"
@@ -70,7 +70,7 @@ def test_a_cluster_that_starts_ends_with_its_owner_and_cannot_be_taken() -> None
     starting = Ownership(A, "a")
     assert starting.connected(B, "b", True, now=1.0) == [Refuse(B, "starting", "a")]
     (end,) = starting.left(A, now=2.0)
-    assert isinstance(end, End)
+    assert isinstance(end, EndCluster)
     assert starting.connected(B, "b", False, now=3.0) == [Refuse(B, "ended", end.why)]
 
 
@@ -78,7 +78,7 @@ def test_the_time_limit_ends_the_cluster_and_refuses_takers() -> None:
     owned = _owned(ends=10.0)
     owned.connected(B, "b", True, now=1.0)
     assert owned.deadline == 10.0
-    assert owned.tick(now=10.0) == [Refuse(B, "ended", LIMIT), End(LIMIT)]
+    assert owned.tick(now=10.0) == [Refuse(B, "ended", LIMIT), EndCluster(LIMIT)]
     assert owned.owner == A, "it is notified of the end"
     assert (owned.stopped("again", now=11.0), owned.left(A, now=11.0), owned.deadline) == ([], [], None)
 
@@ -96,7 +96,7 @@ class _Model:
 
     def follow(self, orders: list[Order], now: float) -> None:
         for order in orders:
-            if isinstance(order, End):
+            if isinstance(order, EndCluster):
                 assert not self.ended
                 self.ended = True
                 continue

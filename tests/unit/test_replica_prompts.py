@@ -18,7 +18,7 @@ import IPython.core.debugger
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from distnb.engine import task_room
+from distnb.engine.closures import task_room
 from distnb.engine.debugging import debugger, kept
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard

@@ -20,7 +20,7 @@ from distnb.coordinator.packer import ClosurePacker
 from distnb.coordinator.per_worker import PerWorkerValues, ValueMaker
 from distnb.coordinator.pickling import open_value
 from distnb.coordinator.sent import Sent
-from distnb.engine.closure_runner import Runner
+from distnb.engine.closures.closure_runner import Runner
 from distnb.errors import ServerLost
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles

@@ -55,7 +55,7 @@ from distnb.cluster.detached.protocol import (
 )
 from distnb.cluster.lifecycle import Cluster, EngineProcess
 from distnb.cluster.local.processes import Processes
-from distnb.cluster.ownership import End, Grant, Order, Ownership, Refuse, Release
+from distnb.cluster.ownership import EndCluster, Grant, Order, Ownership, Refuse, Release
 from distnb.cluster.remote.further_engines import PlacedEngine, place_further
 from distnb.cluster.remote.heartbeat import HeartbeatListener
 from distnb.cluster.remote.host_plan import HostPlan, make_plan
@@ -200,7 +200,7 @@ class Daemon:
                 self._send(client, DaemonAnswer(self._clients[client].asked, None, error, self._engines))
             case Release(client, by):
                 self._send(client, Taken(by, self.entry.name))
-            case End(why):
+            case EndCluster(why):
                 _logger.info("the cluster ends: %s", why)
                 if self._ownership.owner is not None:
                     self._send(self._ownership.owner, Ending(why))

@@ -35,7 +35,7 @@ from distnb.collectives.group.interface import Group
 from distnb.collectives.verify import callsite
 from distnb.errors import GradientError, OptionError
 
-__all__ = ["GradientSync", "Statistics"]
+__all__ = ["GradientSync", "AveragedStatistics"]
 
 _NOTHING = digest_of((), ())
 
@@ -77,7 +77,7 @@ class _Entry:
     models: list[Identity]
 
 
-class Statistics(Protocol):
+class AveragedStatistics(Protocol):
     """Statistics that forward passes change, on each replica with its own examples."""
 
     def changed(self) -> tuple[Identity, ...]:
@@ -140,7 +140,7 @@ class GradientSync:
         self._aggregation = aggregation
         self._reduction = reduction
         self._before_common_pass = before_common_pass
-        self.statistics: Statistics = NoStatistics()
+        self.statistics: AveragedStatistics = NoStatistics()
         self._in_replica = in_replica
         self._is_current = is_current
         self._mean_loss = MeanLossCheck() if check_mean_loss and reduction == "sum" else None

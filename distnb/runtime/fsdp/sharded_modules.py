@@ -248,7 +248,7 @@ class ShardedModules:
             else:
                 fill_part(parts[name], whole)
             self._replaced[parameter] = parts[name]
-            _take_hooks(parts[name], parameter)
+            torch_internals.take_gradient_hooks(parts[name], parameter)
             setattr(parts[name], _OWNER, self._number)
         receivers = {id(empty[name]): functools.partial(fill_part, parts[name]) for name in unmade}
         receivers |= {id(each): functools.partial(fill_part, each) for each in self._provide_scalars(root)}
@@ -342,14 +342,6 @@ def _refuse_lazy(root: torch.nn.Module) -> None:
             f"{type(root).__name__} was made in the scope of a ShardedStrategy, and its parameter {lazy[0]!r} has no "
             "size yet. Give the sizes when you make the layer (torch.nn.Linear(64, 10) in place of LazyLinear(10))."
         )
-
-
-def _take_hooks(part: Any, parameter: Any) -> None:
-    """Give a shard the hooks on the gradient of the parameter that it replaces."""
-    if parameter._backward_hooks:
-        part._backward_hooks = parameter._backward_hooks
-    if parameter._post_accumulate_grad_hooks:
-        part._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 def _policy(precision: Precision | None) -> MixedPrecisionPolicy:

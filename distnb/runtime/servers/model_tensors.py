@@ -19,7 +19,7 @@ __all__ = ["ModelTensors"]
 _KINDS = ("_parameters", "_buffers")
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """The place of a parameter or buffer in a module, and the tensor that belongs there, or None."""
 
     module: weakref.ref[torch.nn.Module]
@@ -32,7 +32,7 @@ class ModelTensors:
     """The parameters and buffers of models that this worker has opened."""
 
     def __init__(self) -> None:
-        self._places: list[_Place] = []
+        self._places: list[_TensorPlace] = []
 
     def add(self, model: torch.nn.Module) -> None:
         """Add a model that was just opened."""
@@ -40,7 +40,7 @@ class ModelTensors:
             reference = weakref.ref(module)
             for kind in _KINDS:
                 named = vars(module)[kind].items()
-                self._places += [_Place(module=reference, kind=kind, name=name, tensor=each) for name, each in named]
+                self._places += [_TensorPlace(reference, kind, name, tensor=each) for name, each in named]
 
     def accept_assigned(self) -> None:
         """Give each copy the value of the tensor that was assigned in its place, and put the copy back.
@@ -65,7 +65,7 @@ class ModelTensors:
         for place, tensors in self._replaced():
             tensors[place.name] = place.tensor
 
-    def _replaced(self) -> Iterator[tuple[_Place, dict[str, torch.Tensor | None]]]:
+    def _replaced(self) -> Iterator[tuple[_TensorPlace, dict[str, torch.Tensor | None]]]:
         gone = False
         for place in self._places:
             module = place.module()
@@ -81,7 +81,7 @@ def _fits(found: torch.Tensor, copy: torch.Tensor) -> bool:
     return found.shape == copy.shape and found.dtype == copy.dtype
 
 
-def _refusal(place: _Place, found: torch.Tensor | None) -> ProgramError:
+def _refusal(place: _TensorPlace, found: torch.Tensor | None) -> ProgramError:
     what = "parameter" if place.kind == "_parameters" else "buffer"
     was, now = _described(place.tensor), _described(found)
     return ProgramError(

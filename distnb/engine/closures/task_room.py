@@ -14,7 +14,7 @@ import zmq
 
 from distnb.accelerators import torch_device
 from distnb.collectives.group.groups import groups
-from distnb.engine.closure_runner import Runner
+from distnb.engine.closures.closure_runner import Runner
 from distnb.engine.namespace.cell_sources import remember_source
 from distnb.engine.rooms import ProgramKind
 from distnb.engine.started_threads import threads_awaited

@@ -21,7 +21,7 @@ from distnb.errors import OptionError
 from distnb.keras import keras_internals
 from distnb.keras.by_state import HERE, METHODS, READS
 from distnb.keras.data import DatasetCreator, as_tensor
-from distnb.keras.server_optimizer import make_remote
+from distnb.keras.servers.server_optimizer import make_remote
 from distnb.options import InputOptions
 from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_variable import ServerVariable

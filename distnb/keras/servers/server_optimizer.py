@@ -58,7 +58,7 @@ class OnServer:
                 self._optimizer, {id(each): kind.decays for each, (kind, _) in zip(variables, shown, strict=True)}
             )
             kept = _built(self._optimizer, variables)
-        self.state = _State(self._optimizer, self._variables, kept)
+        self.state = _ParameterState(self._optimizer, self._variables, kept)
 
     def step(self) -> None:
         """Update the variables that have gradients."""
@@ -78,7 +78,7 @@ def _wrapped(parameter: torch.nn.Parameter, kind: _Variable) -> Any:
     return variable
 
 
-class _State(MutableMapping[torch.nn.Parameter, Mapping[str, Any]]):
+class _ParameterState(MutableMapping[torch.nn.Parameter, Mapping[str, Any]]):
     """The optimizer's state for each parameter, by name, together with its state for all parameters."""
 
     def __init__(self, optimizer: Any, variables: Mapping[Any, Any], kept: Mapping[int, Mapping[str, Any]]) -> None:

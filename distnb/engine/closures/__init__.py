@@ -1,0 +1,1 @@
+"""The part of an engine that runs closures of the coordinator."""

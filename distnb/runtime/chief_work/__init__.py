@@ -1,0 +1,1 @@
+"""Work that replica 0 does for all replicas."""
