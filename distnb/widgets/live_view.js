@@ -52,6 +52,7 @@ const RED = "#e5484d";
 // -- numbers ----------------------------------------------------------------------------------------------------------
 
 const escaped = (text) => text.replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
+const wide = (words) => 6.6 * words.length; // at most, in the charts' font
 const whole = (number) => number.toLocaleString("en");
 
 function short(number) {
@@ -212,8 +213,8 @@ class Chart {
       parts.push(`<path class="grid" d="M${LEFT} ${y.toFixed(1)}H${right}"/>`);
       parts.push(`<text x="${LEFT - 5}" y="${(y + 4).toFixed(1)}" text-anchor="end">${short(this.log ? 10 ** tick : tick)}</text>`);
     }
-    for (const tick of ticks(xLow, xHigh, Math.max(2, this.width / 110)))
-      parts.push(`<text x="${this.x(tick).toFixed(1)}" y="${foot + 15}" text-anchor="middle">${short(tick)}</text>`);
+    const steps = ticks(xLow, xHigh, Math.max(2, this.width / 110)).map((tick) => [this.x(tick), short(tick)]);
+    parts.push(this.labels(steps.map(([x, words]) => [x - wide(words) / 2, words]), foot + 15));
     parts.push(this.epochs(chart.epochs, xLow, xHigh, foot));
     for (const series of [...this.series].reverse()) parts.push(this.line(series, smoothing));
     parts.push(this.marks(foot));
@@ -236,15 +237,24 @@ class Chart {
   epochs(epochs, low, high, foot) {
     const inside = epochs.filter(([step]) => low < step && step < high);
     const every = Math.ceil(inside.length / Math.max(3, this.width / 60));
-    return inside
-      .filter((_, i) => i % every === 0)
-      .map(([step, number], i) => {
-        const x = this.x(step);
-        const side = x < this.width - 60 ? `x="${x + 3}"` : `x="${x - 3}" text-anchor="end"`;
-        const words = i === 0 ? `epoch ${number + 1}` : number + 1;
-        return `<path class="epoch" d="M${x.toFixed(1)} ${TOP}V${foot}"/><text ${side} y="${TOP + 9}">${words}</text>`;
-      })
-      .join("");
+    const marks = inside.filter((_, i) => i % every === 0).map(([step, number]) => [this.x(step), number + 1]);
+    const labels = marks.map(([x, number], i) => {
+      const words = i === 0 ? `epoch ${number}` : `${number}`;
+      return [x + 3 + wide(words) <= this.width ? x + 3 : x - 3 - wide(words), words];
+    });
+    return marks.map(([x]) => `<path class="epoch" d="M${x.toFixed(1)} ${TOP}V${foot}"/>`).join("") + this.labels(labels, TOP + 9);
+  }
+
+  // Draw the labels [left edge, words] of a row that do not touch the label before, moved into the picture.
+  labels(labels, y) {
+    let free = 0;
+    const shown = labels.map(([left, words]) => {
+      const place = Math.min(left, this.width - wide(words));
+      if (place < free) return "";
+      free = place + wide(words) + 5;
+      return `<text x="${place.toFixed(1)}" y="${y}">${words}</text>`;
+    });
+    return shown.join("");
   }
 
   path(points) {

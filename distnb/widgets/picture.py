@@ -18,16 +18,17 @@ __all__ = ["as_image", "nice_ticks", "picture", "pictures", "short_name"]
 _GREY = "#808080"  # an image cannot follow the theme, and mid-grey is visible on light and dark
 _RED = "#e5484d"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 28, 38
+_FACTS_LINE = 14
 _MOST_MARKS = 12
 _MOST_LABELS = 8
+_LETTER = 0.6  # the greatest width of most letters, in units of the font's size
 
 
 class _Area:
     """The size of a chart in units of the picture, and its scales for steps and values."""
 
-    def __init__(self, width: int, height: int, x_span: tuple[float, float], y_span: tuple[float, float]) -> None:
-        self.width, self.height = width, height
-        self.right, self.foot = width - _RIGHT, height - _BOTTOM
+    def __init__(self, width: int, foot: int, x_span: tuple[float, float], y_span: tuple[float, float]) -> None:
+        self.width, self.right, self.foot = width, width - _RIGHT, foot
         pad = (y_span[1] - y_span[0]) * 0.05
         self.x_span, self.y_span = x_span, (y_span[0] - pad, y_span[1] + pad)
 
@@ -50,7 +51,8 @@ def pictures(model: LiveModel) -> dict[str, str]:
 
 def picture(chart: Chart, *, wide: bool = False) -> str:
     """Return a chart as an SVG document."""
-    width, height = (540, 210) if wide else (440, 210)
+    # In JupyterLab both fill their place in a page of usual width without being reduced, so letters have their size.
+    width, height = (540, 210) if wide else (340, 214)
     look = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     font = 'font-family="system-ui,sans-serif" font-size="12"'
     own = f'data-name="{html.escape(chart.name)}"><title>{html.escape(chart.name)}</title>'
@@ -66,7 +68,7 @@ def as_image(svg: str, alt: str, *, wide: bool = False) -> str:
     encoded = base64.b64encode(svg.encode()).decode()
     look = "width:100%;max-width:640px;display:block;margin:2px 0"
     if not wide:
-        look = "width:min(480px,max(50%,min(330px,100%)));max-width:100%;display:inline-block"
+        look = "width:min(440px,max(50%,min(330px,100%)));max-width:100%;display:inline-block"
     return f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="{look}">'
 
 
@@ -86,15 +88,19 @@ def _chart(chart: Chart, width: int, height: int) -> str:
     drawn = [(series, series.points()) for series in chart.series]
     points = [point for _, line in drawn for point in line]
     x_span = _span([point[0] for point in points])
-    area = _Area(width, height, x_span, _span([value for point in points for value in point[2:]]))
+    lines = 1 if width > 500 else 2  # of facts, also if one is empty, so that charts side by side are alike
+    facts = _broken(chart.facts.replace(" at step ", " at "), lines, width)
+    foot = height - _BOTTOM - (lines - 1) * _FACTS_LINE
+    area = _Area(width, foot, x_span, _span([value for point in points for value in point[2:]]))
     parts = [_title(chart, area)]
     for tick in nice_ticks(*area.y_span):
         parts.append(f'<path d="M{_LEFT} {area.y(tick):.1f}H{area.right}" stroke="{_GREY}" stroke-opacity=".22"/>')
         at = f'x="{_LEFT - 5}" y="{area.y(tick) + 4:.1f}"'
         parts.append(f'<text {at} text-anchor="end" fill="{_GREY}">{short_number(tick)}</text>')
-    for tick in nice_ticks(*x_span, about=6 if width > 500 else 4):
-        at = f'x="{area.x(tick):.1f}" y="{area.foot + 15}"'
-        parts.append(f'<text {at} text-anchor="middle" fill="{_GREY}">{short_number(tick)}</text>')
+    ticks = [(area.x(tick), short_number(tick)) for tick in nice_ticks(*x_span, about=6 if width > 500 else 4)]
+    for left, words in _legible([(x - _wide(words, 12) / 2, words) for x, words in ticks], 12, width):
+        at = f'x="{left + _wide(words, 12) / 2:.1f}" y="{area.foot + 15}"'
+        parts.append(f'<text {at} text-anchor="middle" fill="{_GREY}">{words}</text>')
     parts.append(_epochs(chart.epochs, area))
     for series, line in reversed(drawn):  # the first is the most important, so it is drawn on top
         color = series.css_color
@@ -106,9 +112,21 @@ def _chart(chart: Chart, width: int, height: int) -> str:
         parts.append(_stroke(runs, color, 5 if len(line) == 1 else 2.6 if series.thick else 1.3))
     parts.append(_marks([(area.x(point[0]), point[1]) for point in points if not math.isfinite(point[1])], area))
     parts += [_explosion(area.x(step)) for step in chart.exploded]
-    facts = html.escape(chart.facts.replace(" at step ", " at "))
-    parts.append(f'<text class="facts" x="6" y="{height - 6}" font-size="11" fill="{_GREY}">{facts}</text>')
+    rows = "".join(f'<tspan x="6" dy="{_FACTS_LINE}">{html.escape(line)}</tspan>' for line in facts)
+    top = foot + _BOTTOM - 6 - _FACTS_LINE
+    parts.append(f'<text class="facts" y="{top}" font-size="11" fill="{_GREY}">{rows}</text>')
     return "".join(parts)
+
+
+def _broken(facts: str, lines: int, width: int) -> list[str]:
+    """Break a text of facts, if it is too wide and may have two lines, before the last fact that does not fit."""
+    if lines == 1 or _wide(facts, 11) <= width:
+        return [facts]
+    parts = facts.split(" · ")
+    first = [parts.pop(0)]
+    while parts and _wide(" · ".join([*first, parts[0]]), 11) <= width:
+        first.append(parts.pop(0))
+    return [" · ".join(first), " · ".join(parts)]
 
 
 def _title(chart: Chart, area: _Area) -> str:
@@ -130,15 +148,33 @@ def _epochs(epochs: Mapping[int, int], area: _Area) -> str:
     """Draw a dotted line and a number, counted from 1, where an epoch begins. With many epochs, only some are drawn."""
     low, high = area.x_span
     inside = [(step, number) for step, number in sorted(epochs.items()) if low < step < high]
-    parts = []
-    for step, number in inside[:: -(-len(inside) // _MOST_MARKS) or 1]:
-        x = area.x(step)
-        dotted = f'stroke="{_GREY}" stroke-opacity=".6" stroke-dasharray="2 3"'
-        parts.append(f'<path class="epoch" d="M{x:.1f} {_TOP}V{area.foot}" {dotted}/>')
-        words = f"epoch {number + 1}" if not parts[1:] else str(number + 1)
-        side = f'x="{x + 3:.1f}"' if x < area.width - 60 else f'x="{x - 3:.1f}" text-anchor="end"'
-        parts.append(f'<text {side} y="{_TOP + 9}" font-size="10" fill="{_GREY}">{words}</text>')
+    marks = [(area.x(step), number + 1) for step, number in inside[:: -(-len(inside) // _MOST_MARKS) or 1]]
+    dotted = f'stroke="{_GREY}" stroke-opacity=".6" stroke-dasharray="2 3"'
+    parts = [f'<path class="epoch" d="M{x:.1f} {_TOP}V{area.foot}" {dotted}/>' for x, _ in marks]
+    labels: list[tuple[float, str]] = []
+    for x, number in marks:
+        words = f"epoch {number}" if not labels else str(number)
+        after = x + 3 + _wide(words, 10) <= area.width
+        labels.append((x + 3 if after else x - 3 - _wide(words, 10), words))
+    for left, words in _legible(labels, 10, area.width):
+        parts.append(f'<text x="{left:.1f}" y="{_TOP + 9}" font-size="10" fill="{_GREY}">{words}</text>')
     return "".join(parts)
+
+
+def _wide(words: str, size: int) -> float:
+    return _LETTER * size * len(words)
+
+
+def _legible(labels: Sequence[tuple[float, str]], size: int, width: float) -> list[tuple[float, str]]:
+    """Return the labels (left edge, words) of a row that do not touch the label before, moved into the picture."""
+    shown: list[tuple[float, str]] = []
+    free = 0.0
+    for left, words in labels:
+        place = min(left, width - _wide(words, size))
+        if place >= free:
+            shown.append((place, words))
+            free = place + _wide(words, size) + size / 2
+    return shown
 
 
 def short_name(name: str, room: float) -> str:

@@ -393,7 +393,11 @@ class Output:
 
 @dataclass(frozen=True)
 class Display:
-    """A rich display of a replica (figure, HTML, …), as IPython's display publisher received it."""
+    """A rich display of a replica (figure, HTML, …), as IPython's display publisher received it.
+
+    Attributes:
+        site: The identity of the user's line that shows it; displays of one line on several replicas belong together.
+    """
 
     engine: int
     program: int
@@ -403,6 +407,7 @@ class Display:
     transient: dict[str, Any] = field(default_factory=dict)
     update: bool = False
     clear: Literal["no", "now", "wait"] = "no"
+    site: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ def test_curves_grow_and_remain_after_the_cell(chrome: Any, lab: Server) -> None
             notebook.see(lambda: view.locator("table tr").count() == 3)
             notebook.see(lambda: "examples/s" in view.locator("table").inner_text())
             notebook.see(lambda: "epoch 1" in notebook.output(1).inner_text())
+            labels_are_apart_and_inside(notebook, view)
             values_are_read_and_controls_work(notebook, view)
             assert not is_light(colour_of(view))
             notebook.command("apputils:change-theme", {"theme": "JupyterLab Dark"})
@@ -77,6 +78,24 @@ def test_curves_grow_and_remain_after_the_cell(chrome: Any, lab: Server) -> None
             pictures.evaluate_all("all => all.map(each => each.offsetTop)")
             == [pictures.first.evaluate("each => each.offsetTop")] * 2
         ), "side by side"
+
+
+def labels_are_apart_and_inside(notebook: OpenNotebook, view: Any) -> None:
+    chart = view.locator("svg[data-name='loss']")
+    notebook.see(lambda: "3" in chart.locator("text").all_text_contents())  # the second of the epochs' labels
+    rows = chart.evaluate(
+        """svg => {
+            const edges = {};
+            for (const text of svg.querySelectorAll("text:not([text-anchor])")) {
+                const { left, right } = text.getBoundingClientRect();
+                (edges[text.getAttribute("y")] ??= []).push(left, right);
+            }
+            const { left, right } = svg.getBoundingClientRect();
+            return Object.values(edges).map(row => [left, ...row, right]);
+        }"""
+    )
+    assert len(rows) == 2
+    assert all(row == sorted(row) for row in rows)
 
 
 def values_are_read_and_controls_work(notebook: OpenNotebook, view: Any) -> None:

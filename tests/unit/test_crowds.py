@@ -24,7 +24,7 @@ from distnb.cluster.local.open_files import FILES_PER_ENGINE, raise_file_limit
 from distnb.errors import StartError
 from distnb.magics.engine_tables import ready_text, status_rows
 from distnb.notebook.engines import EngineStatus
-from distnb.notebook.output.output_merger import HOLD_S, OutputMerger
+from distnb.notebook.output.output_merger import FIRST_S, HOLD_S, OutputMerger
 from distnb.notebook.programs.supervision import Supervision
 from distnb.notebook.views.chart_model import charts
 from distnb.notebook.views.crowds import MOST_SHOWN, noteworthy, others, unlikeness
@@ -333,8 +333,11 @@ def test_lines_of_large_teams_wait_longer_for_equal_ones() -> None:
     merger = OutputMerger(1000, "m")
     for replica in range(999):
         merger.feed(_out(replica, "hello\n"), 0.0)
-    assert merger.collect(HOLD_S * 4.9) == []
-    assert _text(merger.collect(HOLD_S * 5.1)) == "[0-998] hello\n"
+    assert _text(merger.collect(FIRST_S)) == "[0-998] hello\n"
+    for replica in range(999):
+        merger.feed(_out(replica, "hello\n"), 2.0)
+    assert merger.collect(2.0 + HOLD_S * 4.9) == []
+    assert _text(merger.collect(2.0 + HOLD_S * 5.1)) == "[0-998] hello\n"
 
 
 def test_the_lines_of_all_replicas_together_are_limited() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
@@ -341,6 +342,26 @@ def test_epochs_are_marked_in_pictures() -> None:
     svg = pictures(model)["loss"]
     assert svg.count('class="epoch"') == 2
     assert ">epoch 2<" in svg
+
+
+@pytest.mark.parametrize("curves", [("loss",), ("loss", "accuracy")])
+def test_labels_of_pictures_are_apart_and_inside(curves: tuple[str, ...]) -> None:
+    model = LiveModel()
+    model.feed(*sampled(1201, 1.0, epochs=tuple((29 * epoch, epoch) for epoch in range(41))))
+    feed_curves(model, **dict.fromkeys(curves, [0.123456] * 1_201))
+    for svg in pictures(model).values():
+        right = float(re.search(r'width="(\d+)"', svg)[1])  # type: ignore[index]
+        rows: dict[str, list[tuple[float, float]]] = {}
+        for x, y, more, words in re.findall(r'<text x="([\d.]+)" y="([\d.]+)"([^>]*)>([^<]*)</text>', svg):
+            wide = 5.5 * len(words)
+            left = float(x) - wide * (1.0 if 'anchor="end"' in more else 0.5 if "anchor" in more else 0.0)
+            rows.setdefault(y, []).append((left, left + wide))
+        assert max(map(len, rows.values())) > 3
+        for row in rows.values():
+            edges = [edge for label in row for edge in label]
+            assert edges == sorted(edges)
+            assert edges[0] >= 0
+            assert edges[-1] <= right
 
 
 def test_a_loop_in_the_notebook_has_epochs_too() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distnb.notebook.output.displays import Area, Clear, Show, WriteText
-from distnb.notebook.output.output_merger import HOLD_S, OutputMerger
+from distnb.notebook.output.output_merger import FIRST_S, HOLD_S, OutputMerger
 from distnb.wire.messages import Display, Output
 
 
@@ -34,25 +34,51 @@ def test_equal_lines_are_shown_once_and_marked() -> None:
     assert merger.idle
 
 
-def test_a_line_waits_briefly_for_its_duplicates() -> None:
+def merger_that_has_waited() -> OutputMerger:
+    """Return a merger of a program in which only replica 0 has written anything before time 0."""
     merger = OutputMerger(2, "m")
+    merger.feed(out(0, "only the chief's\n"), -FIRST_S)
+    assert merger.collect(-0.01) == []
+    assert text_of(merger.collect(0.0)) == "[0] only the chief's\n"
+    return merger
+
+
+def test_a_line_waits_briefly_for_its_duplicates() -> None:
+    merger = merger_that_has_waited()
     merger.feed(out(0, "hello\n"), 0.0)
     assert merger.collect(HOLD_S - 0.01) == []
     assert merger.collect(HOLD_S) == [WriteText("stdout", "[0] hello\n")]
-    merger.feed(out(1, "hello\n"), HOLD_S + 0.01)
-    assert text_of(merger.collect(1.0)) == "[1] hello\n"
 
 
 def test_a_duplicate_within_the_hold_is_folded() -> None:
-    merger = OutputMerger(2, "m")
+    merger = merger_that_has_waited()
     merger.feed(out(0, "hello\n"), 0.0)
     merger.collect(0.05)
     merger.feed(out(1, "hello\n"), HOLD_S - 0.01)
     assert text_of(merger.collect(HOLD_S - 0.01)) == "[0-1] hello\n"
 
 
-def test_different_lines_are_released() -> None:
+def test_the_first_lines_wait_for_engines_that_begin_late() -> None:
     merger = OutputMerger(2, "m")
+    for line in range(3):
+        merger.feed(out(0, f"{line}\n"), line)
+        assert merger.collect(line + 0.8) == []
+        merger.feed(out(1, f"{line}\n"), line + 0.8)
+        assert text_of(merger.collect(line + 0.8)) == f"[0-1] {line}\n"
+
+
+def test_after_a_late_duplicate_lines_wait_longer() -> None:
+    merger = merger_that_has_waited()
+    merger.feed(out(0, "24\n"), 0.0)
+    assert text_of(merger.collect(HOLD_S)) == "[0] 24\n"
+    merger.feed(out(1, "24\n25\n"), 0.3)
+    assert text_of(merger.collect(0.3 + HOLD_S)) == ""
+    merger.feed(out(0, "25\n"), 0.8)
+    assert text_of(merger.collect(0.9)) == "[1] 24\n[0-1] 25\n"
+
+
+def test_different_lines_are_released() -> None:
+    merger = merger_that_has_waited()
     merger.feed(out(0, "loss 0.1\n"), 0.0)
     merger.feed(out(1, "loss 0.2\n"), 0.1)
     assert text_of(merger.collect(HOLD_S)) == "[0] loss 0.1\n"
@@ -63,11 +89,11 @@ def test_a_shared_line_may_move_behind_a_line_of_one_replica() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(out(0, "100% 19.7it/s\ncareful\n"), 0.0)
     merger.feed(out(1, "100% 19.9it/s\ncareful\n"), 0.1)
-    assert text_of(merger.collect(0.5)) == "[0] 100% 19.7it/s\n[1] 100% 19.9it/s\n[0-1] careful\n"
+    assert text_of(merger.collect(FIRST_S)) == "[0] 100% 19.7it/s\n[1] 100% 19.9it/s\n[0-1] careful\n"
 
 
 def test_a_slow_replica_does_not_delay_others() -> None:
-    merger, shown = OutputMerger(2, "m"), ""
+    merger, shown = merger_that_has_waited(), ""
     for tick in range(100):
         now = tick * 0.05
         merger.feed(out(0, f"fast {tick}\n"), now)
@@ -89,7 +115,7 @@ def test_the_order_does_not_depend_on_timing() -> None:
     for replica, now in ((2, 0.0), (0, 0.02), (1, 0.04)):
         merger.feed(out(replica, f"start\nI am {replica}\n"), now)
         assert "I am" not in text_of(merger.collect(now))
-    assert text_of(merger.collect(0.3)) == "[0] I am 0\n[1] I am 1\n[2] I am 2\n"
+    assert text_of(merger.collect(FIRST_S)) == "[0] I am 0\n[1] I am 1\n[2] I am 2\n"
 
 
 def test_repeated_lines_pair_in_order() -> None:
@@ -141,7 +167,7 @@ def test_partial_lines_appear_in_the_area_and_end_as_lines() -> None:
     assert merger.collect(0.05) == []
     assert merger.collect(0.5) == [Area(("[0] ...",))]
     merger.feed(out(0, "done\n"), 0.6)
-    final = merger.collect(0.9)
+    final = merger.collect(0.6 + FIRST_S)
     assert final == [WriteText("stdout", "[0] ...done\n"), Area(())]
 
 
@@ -234,7 +260,7 @@ def test_different_figures_are_shown_next_to_each_other() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(png(0, "AAAA"), 0.0)
     merger.feed(png(1, "BBBB"), 0.05)
-    (shown,) = merger.collect(0.2)
+    (shown,) = merger.collect(0.05)
     html = shown.bundle.data["text/html"]
     assert html.index("[0]") < html.index("AAAA") < html.index("[1]") < html.index("BBBB")
 
@@ -242,10 +268,10 @@ def test_different_figures_are_shown_next_to_each_other() -> None:
 def test_a_late_figure_updates_the_display() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(png(0, "AAAA"), 0.0)
-    (first,) = merger.collect(0.2)
+    (first,) = merger.collect(FIRST_S)
     assert "[0]" in first.bundle.data["text/html"]
     merger.feed(png(1, "AAAA"), 5.0)
-    (change,) = merger.collect(5.2)
+    (change,) = merger.collect(6.0)
     assert change.update
     assert change.name == first.name
     assert change.bundle.data["image/png"] == "AAAA"
@@ -253,9 +279,9 @@ def test_a_late_figure_updates_the_display() -> None:
 
 def test_a_figure_of_the_chief_alone_does_not_shift_others() -> None:
     merger = OutputMerger(2, "m")
-    merger.feed(png(1, "BBBB"), 0.0)
-    merger.feed(png(0, "only the chief's"), 0.1)
-    merger.feed(png(0, "BBBB"), 0.2)
+    merger.feed(png(1, "BBBB", site=b"all"), 0.0)
+    merger.feed(png(0, "only the chief's", site=b"chief"), 0.1)
+    merger.feed(png(0, "BBBB", site=b"all"), 0.2)
     shown = merger.collect(1.0)
     first, second = (each.bundle.data for each in shown if isinstance(each, Show))
     assert "[0]" in first["text/html"]
@@ -312,7 +338,7 @@ def test_clear_output_of_one_removes_its_displays_only() -> None:
     merger.feed(png(1, "BBBB"), 0.0)
     merger.collect(0.5)
     merger.feed(Display(engine=0, program=1, replica=0, data={}, clear="now"), 1.0)
-    (change,) = merger.collect(1.5)
+    (change,) = merger.collect(2.0)
     assert change.update
     assert "AAAA" not in change.bundle.data["text/html"]
     assert "BBBB" in change.bundle.data["text/html"]
@@ -353,25 +379,65 @@ def test_widgets_are_stacked_with_marks() -> None:
             "text/html": "<b>as a page without widgets has it</b>",
         }
         merger.feed(Display(engine=replica, program=1, replica=replica, data=data), 0.0)
-    shown = merger.collect(1.0)
-    assert [each.text if isinstance(each, WriteText) else each.bundle.data[view]["model_id"] for each in shown] == [
-        "[0]\n",
-        "0",
-        "[1]\n",
-        "1",
-    ]
+    shown = [each.bundle.data for each in merger.collect(1.0) if isinstance(each, Show)]
+    assert [each.get(view, {"model_id": each["text/plain"]})["model_id"] for each in shown] == ["[0]", "0", "[1]", "1"]
+
+
+class Page:
+    """A page that carries out instructions: the plain texts of its displays, in order."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def follow(self, instructions: list[Any]) -> list[str]:
+        for each in instructions:
+            assert isinstance(each, Show)
+            assert each.update == (each.name in self._texts)
+            self._texts[each.name] = each.bundle.data["text/plain"]
+        return [text for text in self._texts.values() if text]
+
+
+def plotly(replica: int, title: str, site: bytes = b"fig.show()") -> Display:
+    html = f"<div id='{random.random()}'></div>"
+    data = {"application/vnd.plotly.v1+json": {"layout": title}, "text/html": html, "text/plain": title}
+    return Display(engine=replica, program=1, replica=replica, data=data, site=site)
 
 
 def test_other_rich_displays_are_shown_once_or_marked() -> None:
     merger = OutputMerger(2, "m")
     for replica in range(2):
-        merger.feed(
-            Display(engine=replica, program=1, replica=replica, data={"text/latex": "$x$", "text/plain": "x"}), 0.0
-        )
-    merger.feed(Display(engine=1, program=1, replica=1, data={"text/latex": "$y$", "text/plain": "y"}), 0.0)
-    instructions = merger.collect(1.0)
-    assert [type(each) for each in instructions] == [Show, WriteText, Show]
-    assert instructions[1] == WriteText("stdout", "[1]\n")
+        merger.feed(plotly(replica, "x"), 0.0)
+    merger.feed(plotly(1, "y", b"if chief"), 0.0)
+    assert Page().follow(merger.collect(1.0)) == ["x", "[1]", "y"]
+
+
+def test_displays_that_cannot_be_combined_are_in_the_order_of_the_replicas() -> None:
+    merger, page = OutputMerger(3, "m"), Page()
+    merger.feed(plotly(1, "b"), 0.0)
+    assert page.follow(merger.collect(2.0)) == ["[1]", "b"]
+    merger.feed(plotly(0, "a"), 2.0)
+    assert page.follow(merger.collect(4.0)) == ["[0]", "a", "[1]", "b"]
+    merger.feed(plotly(2, "b"), 4.0)
+    assert page.follow(merger.collect(6.0)) == ["[0]", "a", "[1-2]", "b"]
+
+
+def test_late_equal_displays_are_shown_once() -> None:
+    merger, page = OutputMerger(2, "m"), Page()
+    merger.feed(plotly(1, "x"), 0.0)
+    page.follow(merger.collect(2.0))
+    merger.feed(plotly(0, "x"), 2.0)
+    assert page.follow(merger.collect(4.0)) == ["x"]
+
+
+def test_figures_of_one_line_are_shown_together() -> None:
+    merger = OutputMerger(2, "m")
+    for replica in (1, 0):
+        for number in range(3):
+            merger.feed(png(replica, f"{number} of {replica}", site=b"in a loop"), 0.0)
+    rows = [each.bundle.data["text/html"] for each in merger.collect(0.0) if isinstance(each, Show)]
+    assert len(rows) == 3
+    for number, row in enumerate(rows):
+        assert [row.find(f"{number} of {replica}") > 0 for replica in range(2)] == [True, True]
 
 
 @pytest.mark.parametrize("seed", range(20))

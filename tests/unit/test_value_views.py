@@ -135,8 +135,9 @@ def test_values_of_this_process_are_drawn() -> None:
 
 
 def display(replica: int, site: bytes, value: float, size: int = 2) -> Display:
-    described = {"kind": "PerReplica", "size": size, "replicas": {replica: inspect(value)}, "site": site}
-    return Display(engine=replica, program=1, replica=replica, data={VALUE: described, "text/plain": "…"})
+    described = {"kind": "PerReplica", "size": size, "replicas": {replica: inspect(value)}}
+    data = {VALUE: described, "text/plain": "…"}
+    return Display(engine=replica, program=1, replica=replica, data=data, site=site)
 
 
 def shown(merger: OutputMerger, now: float) -> list[dict[int, Inspected]]:
@@ -180,7 +181,6 @@ def test_reports_become_pages_and_texts() -> None:
         "kind": "Linear",
         "size": 1,
         "replicas": {0: (Holding(name="w", whole=(2,), bounds=((0, 2),), kind="copy"),)},
-        "site": b"",
     }
     assert "mirrored copy" in drawn({PLACEMENT: described})["text/html"]
     assert drawn({"text/plain": "x"}) == {"text/plain": "x"}

@@ -82,9 +82,12 @@ def _classify(code: CodeType) -> int:
     return kind
 
 
-def current() -> CallSite:
-    """Return the user's lines that led to this call, the innermost first, without frames of libraries."""
-    frame: FrameType | None = sys._getframe(1)
+def current(depth: int = 1) -> CallSite:
+    """Return the user's lines that led to this call, the innermost first, without frames of libraries.
+
+    The search begins `depth` frames above this function. It ends at the engine's frames, which call the user's code.
+    """
+    frame: FrameType | None = sys._getframe(depth)
     key: list[int] = []
     kinds = _kinds
     for _ in range(_MAX_FRAMES):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from IPython.core.displaypub import DisplayPublisher
 
+from distnb.collectives.verify import callsite
 from distnb.wire.messages import Display, Output
 from distnb.wire.value_facts import PLACEMENT, VALUE
 
@@ -154,6 +155,7 @@ class ReplicaDisplayPublisher(DisplayPublisher):
                     metadata=metadata or {},
                     transient=transient or {},
                     update=update,
+                    site=callsite.current(2).identity,
                 )
             )
         else:

@@ -28,6 +28,7 @@ __all__ = [
 
 Stream = Literal["stdout", "stderr"]
 
+_DRAWN_BY_PAGES = ("application/vnd.plotly", "application/vnd.vega")  # their HTML contains random ids
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/svg+xml")
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 """The MIME type that represents a widget, by its model's id."""
@@ -46,15 +47,9 @@ class Bundle:
     @classmethod
     def of(cls, data: Mapping[str, Any], metadata: Mapping[str, Any]) -> Bundle:
         """Make a bundle from the arguments of IPython's display publisher."""
-        # If there is an image, only the image is compared: the plain text with it may contain an object's address.
-        seen = {kind: data[kind] for kind in _IMAGES if kind in data} or dict(data)
+        # If there is a figure, only the figure is compared: the plain text with it may contain an object's address.
+        seen = {kind: data[kind] for kind in data if kind in _IMAGES or kind.startswith(_DRAWN_BY_PAGES)} or dict(data)
         return cls(dict(data), dict(metadata), json.dumps(seen, sort_keys=True, default=str))
-
-    @property
-    def site(self) -> bytes | None:
-        """The line of the user's code that shows a replica's part of a value; None for other displays."""
-        found: bytes | None = next((self.data[kind]["site"] for kind in _REPORTS if kind in self.data), None)
-        return found
 
 
 @dataclass(frozen=True)
@@ -92,8 +87,14 @@ Instruction = WriteText | Show | Area | Clear
 
 
 def is_figure(data: Mapping[str, Any]) -> bool:
-    """Return whether a bundle is shown side by side with other replicas'. Widgets are not: HTML cannot hold them."""
-    return WIDGET_VIEW not in data and any(kind in data for kind in ("text/html", *_IMAGES, *_REPORTS))
+    """Return whether a bundle is shown side by side with other replicas'.
+
+    Widgets and figures that the page draws are not, because HTML cannot hold them.
+    """
+    if any(kind in data for kind in _IMAGES):
+        return WIDGET_VIEW not in data
+    alone = any(kind.startswith((WIDGET_VIEW, *_DRAWN_BY_PAGES)) for kind in data)
+    return not alone and any(kind in data for kind in ("text/html", *_REPORTS))
 
 
 def plain_text(data: Mapping[str, Any]) -> str | None:
@@ -101,27 +102,30 @@ def plain_text(data: Mapping[str, Any]) -> str | None:
     return str(data["text/plain"]) if set(data) == {"text/plain"} else None
 
 
-def combine(group: Mapping[int, Bundle], total: int, who: str = "") -> Bundle:
+def combine(group: Mapping[int, Bundle], total: int, who: str = "") -> list[Bundle]:
     """Combine {replica: display} into one display: a single one if all are equal, else each marked with its replicas.
 
+    Displays that cannot be combined remain one below the other, in the order of the replicas, with marks between them.
     The replicas' reports of one value's components become one report of the whole value.
     """
     for report in _REPORTS:
         reports = [bundle.data[report] for _, bundle in sorted(group.items()) if report in bundle.data]
         if len(reports) == len(group) and len({(each["kind"], each["size"]) for each in reports}) == 1:
             replicas = {replica: part for each in reports for replica, part in each["replicas"].items()}
-            return Bundle.of({report: {**reports[0], "replicas": replicas}}, {})
+            return [Bundle.of({report: {**reports[0], "replicas": replicas}}, {})]
     equal: dict[str, list[int]] = {}
     for replica in sorted(group):
         equal.setdefault(group[replica].identity, []).append(replica)
     if len(equal) == 1 and len(group) == total:
-        return next(iter(group.values()))
+        return [next(iter(group.values()))]
     parts = [(mark(replicas, who), group[replicas[0]]) for replicas in equal.values()]
     text = "\n".join(f"{name} {bundle.data.get('text/plain', '')}" for name, bundle in parts)
     if all(plain_text(bundle.data) is not None for _, bundle in parts):
-        return Bundle({"text/plain": text})
-    cells = "".join(_captioned(name, bundle, alone=len(parts) == 1) for name, bundle in parts)
-    return Bundle({"text/html": f'<div class="distnb-replicas">{cells}</div>', "text/plain": text})
+        return [Bundle({"text/plain": text})]
+    if all(is_figure(bundle.data) or plain_text(bundle.data) is not None for _, bundle in parts):
+        cells = "".join(_captioned(name, bundle, alone=len(parts) == 1) for name, bundle in parts)
+        return [Bundle({"text/html": f'<div class="distnb-replicas">{cells}</div>', "text/plain": text})]
+    return [each for name, bundle in parts for each in (Bundle({"text/plain": name}), bundle)]
 
 
 def _captioned(name: str, bundle: Bundle, *, alone: bool) -> str:

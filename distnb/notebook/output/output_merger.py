@@ -1,7 +1,8 @@
 """The output of all replicas, merged into one cell's output: events in, instructions out, without IO and clock.
 
-A line or figure that several replicas produce within `HOLD_S` is shown once, marked with their numbers. Each replica's
-own order is kept. Unfinished lines (progress bars) are shown in a separate area until they end. Example:
+A line that several replicas print, about at the same time, is shown once, marked with their numbers. Displays that
+replicas show by the same line of code belong together. Each replica's own order is kept. Unfinished lines (progress
+bars) are shown in a separate area until they end. Example:
 
     replica 0 writes  "start\\n"  "loss 0.5\\n"      [0-1] start
     replica 1 writes  "start\\n"  "loss 0.4\\n"      [0] loss 0.5
@@ -25,7 +26,6 @@ from distnb.notebook.output.displays import (
     Stream,
     WriteText,
     combine,
-    is_figure,
     plain_text,
 )
 from distnb.notebook.output.screen import Screen
@@ -33,11 +33,15 @@ from distnb.notebook.output.weave import Weave, WovenStep
 from distnb.notebook.output.wording import mark
 from distnb.wire.messages import Display, Output
 
-__all__ = ["HOLD_S", "OutputMerger"]
+__all__ = ["FIRST_S", "HOLD_S", "OutputMerger"]
 
 HOLD_S = 0.15
-"""The longest time for which a line waits for equal lines of other replicas, which send theirs every 0.05 seconds.
-Of large teams, which send less often, lines wait longer (`output_period_s`)."""
+"""The time for which a line waits for equal lines of other replicas, which send theirs every 0.05 seconds. Of large
+teams, which send less often, lines wait longer (`output_period_s`)."""
+
+FIRST_S = 1.0
+"""The longest time for which a line waits: the first one of a program, since engines may begin it at different times,
+and lines after equal ones that came too late."""
 
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 _AREA_S = 0.1  # the least time between two drawings of the area
@@ -53,17 +57,18 @@ _TAIL = 20  # the number of omitted lines that are shown when the cell ends, the
 
 @dataclass(eq=False)
 class _Slot:
-    """A place for one display: the replicas' figures side by side, or their displays of one name."""
+    """A place for the replicas' displays that belong together, side by side or one below the other."""
 
     name: str
     group: dict[int, Bundle] = field(default_factory=dict)
-    shown: str | None = None  # the shown content, as `Bundle.identity`
+    waiting: dict[int, Bundle] = field(default_factory=dict)  # displays of which the step has not been released
+    shown: list[str] = field(default_factory=list)  # the shown contents, as `Bundle.identity`
     changed: float = 0.0
     dirty: bool = True
 
 
-_Entry = WovenStep[str | _Slot | Bundle]
-"""A step of the merged sequence: a text, a place for a named display, or another rich display."""
+_Entry = WovenStep[str | _Slot]
+"""A step of the merged sequence: a text, or a place for a display."""
 
 
 class _Gate:
@@ -118,14 +123,14 @@ class OutputMerger:
         self._who = who
         self._name = name
         hold_s = HOLD_S * output_period_s(total) / output_period_s(1)
-        self._weave: Weave[str | _Slot | Bundle] = Weave(total, hold_s if total > 1 else 0.0)
+        first_s = max(hold_s, FIRST_S)
+        self._weave: Weave[str | _Slot] = Weave(total, *((hold_s, first_s) if total > 1 else (0.0, 0.0)))
         self._screens: dict[tuple[int, Stream], Screen] = {}
         self._unfinished: set[tuple[int, Stream]] = set()  # the screens with unfinished lines
         self._slots: list[_Slot] = []  # the slots that are shown
-        self._figures: _Slot | None = None  # the last slot, while it can still receive figures of other replicas
         self._named: defaultdict[int, dict[str, _Slot]] = defaultdict(dict)  # by replica, and by its own names
         self._named_slots: list[_Slot] = []
-        self._parts: dict[tuple[bytes, int], _Slot] = {}
+        self._of_lines: dict[tuple[bytes, int], _Slot] = {}
         self._counts: Counter[tuple[int, bytes]] = Counter()
         self._numbers = itertools.count()
         self._seen: set[int] = set()  # replicas with output since the last clearing
@@ -205,17 +210,16 @@ class OutputMerger:
         elif event.update:
             slot = self._named[replica].get(str(name))
             if slot is not None:
-                slot.group[replica], slot.dirty = bundle, True
+                held = slot.waiting if replica in slot.waiting else slot.group
+                held[replica], slot.dirty = bundle, True
         elif name is None and (text := plain_text(bundle.data)) is not None:
             self._add_lines(replica, "stdout", [text], now)
         elif not self._gates[replica].admit(_DISPLAY, now):
             self._gates[replica].count += 1
         elif name is not None:
             self._feed_named(replica, str(name), bundle, now)
-        elif bundle.site is not None:
-            self._feed_part(replica, bundle.site, bundle, now)
         else:
-            self._weave.add(("display", bundle.identity), replica, bundle, now)
+            self._feed_unnamed(replica, event.site, bundle, now)
 
     def _feed_named(self, replica: int, name: str, bundle: Bundle, now: float) -> None:
         slots = self._named[replica]
@@ -223,22 +227,22 @@ class OutputMerger:
             # Names may be random, so the displays of different replicas are paired by their order.
             if len(slots) == len(self._named_slots):
                 self._named_slots.append(_Slot(name=self._new_name()))
-            slot = slots[name] = self._named_slots[len(slots)]
-            self._weave.add(("named", slot.name), replica, slot, now)
-        slots[name].group[replica] = bundle
-        slots[name].dirty = True
+            slots[name] = self._named_slots[len(slots)]
+        self._add_display(replica, slots[name], bundle, now)
 
-    def _feed_part(self, replica: int, site: bytes, bundle: Bundle, now: float) -> None:
-        """Add a replica's part of a value to the other replicas' parts of the same display.
+    def _feed_unnamed(self, replica: int, site: bytes, bundle: Bundle, now: float) -> None:
+        """Add a replica's display to the other replicas' displays of the same line of the user's code.
 
-        A line in a loop shows a value repeatedly: the n-th part that each replica shows belongs to the n-th display.
+        A line in a loop shows displays repeatedly: the n-th one of each replica belongs to the n-th of the others.
         """
         count = self._counts[replica, site] = self._counts[replica, site] + 1
-        if (site, count) not in self._parts:
-            self._parts[site, count] = _Slot(name=self._new_name())
-        slot = self._parts[site, count]
-        slot.group[replica], slot.dirty = bundle, True
-        self._weave.add(("named", slot.name), replica, slot, now)
+        if (site, count) not in self._of_lines:
+            self._of_lines[site, count] = _Slot(name=self._new_name())
+        self._add_display(replica, self._of_lines[site, count], bundle, now)
+
+    def _add_display(self, replica: int, slot: _Slot, bundle: Bundle, now: float) -> None:
+        slot.waiting[replica] = bundle
+        self._weave.add(("display", slot.name), replica, slot, now)
 
     def _new_name(self) -> str:
         return f"{self._name}-{next(self._numbers)}"
@@ -277,16 +281,13 @@ class OutputMerger:
         if final:
             self._show_omitted(out, _TAIL)
         for slot in self._slots:
-            if slot.dirty and (final or slot.shown is None or now - slot.changed >= _CHANGE_S):
+            if slot.dirty and (final or now - slot.changed >= _CHANGE_S):
                 self._draw(slot, out, now)
         self._draw_area(out, now, final=final)
         return out
 
     def _release(self, entry: _Entry, out: list[Instruction], now: float) -> None:
         content = entry.content
-        figure = isinstance(content, Bundle) and is_figure(content.data)
-        if not figure or (self._figures is not None and not entry.replicas.isdisjoint(self._figures.group)):
-            self._close_figures(out, now)
         if entry.key[0] == "clear":
             self._clear(entry, out)
             return
@@ -301,20 +302,12 @@ class OutputMerger:
             else:
                 self._gate.count += 1
                 self._gate.tail.append((stream, text))
-        elif isinstance(content, _Slot):
+        else:
+            content.group |= {each: content.waiting.pop(each) for each in entry.replicas if each in content.waiting}
+            content.dirty = True
             if content not in self._slots:
                 self._slots.append(content)
                 self._draw(content, out, now)
-        elif figure and self._figures is not None:
-            self._figures.group.update(dict.fromkeys(entry.replicas, content))
-            self._figures.dirty = True
-        elif figure:
-            self._figures = _Slot(name=self._new_name(), group=dict.fromkeys(entry.replicas, content))
-            self._slots.append(self._figures)
-        else:
-            if len(entry.replicas) < self._total:
-                _print(out, "stdout", f"{mark(entry.replicas, self._who)}\n")
-            out.append(Show(self._new_name(), content))
 
     def _show_omitted(self, out: list[Instruction], count: int) -> None:
         """Show a note about the merged lines that were omitted, and the last `count` of these."""
@@ -328,19 +321,16 @@ class OutputMerger:
         self._gate.count = 0
         self._gate.tail.clear()
 
-    def _close_figures(self, out: list[Instruction], now: float) -> None:
-        """End the row of figures side by side: later output is shown below it."""
-        if self._figures is not None and self._figures.dirty:
-            self._draw(self._figures, out, now)
-        self._figures = None
-
     def _draw(self, slot: _Slot, out: list[Instruction], now: float) -> None:
-        slot.dirty = False
-        bundle = combine(slot.group, self._total, self._who) if slot.group else Bundle({"text/plain": ""})
-        content = bundle.identity or str(bundle.data)
-        if content != slot.shown:
-            out.append(Show(slot.name, bundle, update=slot.shown is not None))
-        slot.shown, slot.changed = content, now
+        slot.dirty, slot.changed = False, now
+        bundles = combine(slot.group, self._total, self._who) if slot.group else []
+        bundles += [Bundle({"text/plain": ""})] * (len(slot.shown) - len(bundles))
+        contents = [bundle.identity or str(bundle.data) for bundle in bundles]
+        for place, (bundle, content) in enumerate(zip(bundles, contents, strict=True)):
+            update = place < len(slot.shown)
+            if not update or content != slot.shown[place]:
+                out.append(Show(f"{slot.name}.{place}" if place else slot.name, bundle, update=update))
+        slot.shown = contents
 
     def _clear(self, entry: _Entry, out: list[Instruction]) -> None:
         """Clear the cell if every replica with output in it has requested that.
@@ -353,7 +343,10 @@ class OutputMerger:
             # The output of the instructions so far would be erased at once.
             out[:] = [Clear(entry.key[1] == "wait")]
             self._area = ()
+            for slot in self._slots:
+                slot.group, slot.shown = {}, []
             self._slots.clear()
+            self._of_lines = {place: slot for place, slot in self._of_lines.items() if slot.waiting}
         for slot in self._slots:
             slot.group = {replica: bundle for replica, bundle in slot.group.items() if replica not in entry.replicas}
             slot.dirty = True

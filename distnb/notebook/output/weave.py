@@ -30,15 +30,18 @@ class Weave(Generic[T]):
 
     Args:
         total: The number of replicas.
-        hold_s: The longest time for which a step waits for other replicas to share it.
+        hold_s: The time for which a step waits for other replicas to share it, once a step has waited in vain.
+        first_s: This time for the first step, and the longest time. If a replica takes a step that has been released
+            without it, further steps wait for twice its delay.
 
     Attributes:
         active: The replicas that may still take steps.
     """
 
-    def __init__(self, total: int, hold_s: float) -> None:
+    def __init__(self, total: int, hold_s: float, first_s: float) -> None:
         self.active = set(range(total))
-        self._hold = hold_s
+        self._hold, self._least, self._most = first_s, hold_s, first_s
+        self._missed: dict[tuple[str, str], tuple[float, set[int]]] = {}  # steps that some replicas have not taken
         self._queues: dict[int, deque[WovenStep[T]]] = {replica: deque() for replica in range(total)}
 
     @property
@@ -48,6 +51,9 @@ class Weave(Generic[T]):
 
     def add(self, key: tuple[str, str], replica: int, content: T, now: float) -> None:
         """Add a step that a replica took."""
+        since, without = self._missed.get(key, (0.0, ()))
+        if replica in without:
+            self._hold = min(max(self._hold, 2 * (now - since)), self._most)
         self._queues[replica].append(WovenStep(key=key, content=content, since=now, replicas={replica}))
 
     def release(self, now: float, *, final: bool = False) -> list[WovenStep[T]]:
@@ -55,6 +61,9 @@ class Weave(Generic[T]):
         woven = self._woven()
         overdue = [place for place, step in enumerate(woven) if final or now - step.since >= self._hold]
         count = overdue[-1] + 1 if overdue else 0
+        if count and not final:
+            self._hold = self._least
+            self._missed = {step.key: (step.since, self.active - step.replicas) for step in woven[:count]}
         while count < len(woven) and self.active <= woven[count].replicas:
             count += 1
         for step in woven[:count]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from distnb.collectives.gradients.parameter_groups import find_mirror
-from distnb.collectives.verify import callsite
 from distnb.compat import torch_internals
 from distnb.errors import OptionError
 from distnb.input.cutting import slice_bounds
@@ -37,8 +36,7 @@ def report(value: Any) -> dict[str, Any]:
     held = holdings_of(value)
     if not held and not may_hold(value):
         raise no_tensor(value)
-    site = callsite.current().identity
-    return {"kind": type(value).__name__, "size": size, "replicas": {rank: held}, "site": site}
+    return {"kind": type(value).__name__, "size": size, "replicas": {rank: held}}
 
 
 def may_hold(value: Any) -> bool:

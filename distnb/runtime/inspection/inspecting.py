@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from distnb.collectives.digests import digest_of_text
-from distnb.collectives.verify import callsite
 from distnb.compat import torch_internals
 from distnb.objects.memory.blocks import dense_tensor, is_stored
 from distnb.runtime.inspection.images import picture_of, tensor_picture
@@ -39,8 +38,7 @@ def inspect(value: Any) -> Inspected:
 def report(value: DistributedValues) -> dict[str, Any]:
     """Describe this process's components of a distributed value, with their replica numbers, for another to draw."""
     components = dict(zip(value.replica_ids, map(inspect, value.values), strict=True))
-    site = callsite.current().identity
-    return {"kind": type(value).__name__, "size": value.num_replicas, "replicas": components, "site": site}
+    return {"kind": type(value).__name__, "size": value.num_replicas, "replicas": components}
 
 
 def displayed(value: DistributedValues) -> dict[str, Any]:
