@@ -174,6 +174,7 @@ def _distnb(strategy: PlainStrategy) -> types.SimpleNamespace:
         ),
         Variable=PlainVariable,
         replica_id=lambda: strategy.replica,
+        get_strategy=lambda: strategy,
         get_replica_context=lambda: types.SimpleNamespace(all_reduce=lambda op, value: value),
         is_chief=lambda: strategy.replica == 0,
     )

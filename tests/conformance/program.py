@@ -62,6 +62,7 @@ class Program:
         dtype: The default dtype.
         tolerance: The largest difference in a list of numbers, relative to its largest entry.
         notices: Text that the cell shows in stderr.
+        samples: The number of strategies under which `make test` runs it, other ones for each program; None for all.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Program:
     dtype: str
     tolerance: float
     notices: str
+    samples: int | None
 
     @property
     def parts(self) -> list[str]:
@@ -113,6 +115,7 @@ def program(
     dtype: str = "float64",
     tolerance: float = 1e-9,
     notices: str = "",
+    samples: int | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a program, the decorated function.
 
@@ -144,6 +147,7 @@ def program(
                     dtype=dtype,
                     tolerance=tolerance,
                     notices=notices,
+                    samples=samples,
                 )
             )
         return function
