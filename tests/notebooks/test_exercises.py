@@ -74,38 +74,88 @@ def test_students_copies_have_no_solutions(notebook: Path, handout: Path) -> Non
     assert not any(cell.get("outputs") for cell in copy)
 
 
-_WRONG = {
-    ("workers", 2): """
+_WORKER_FN = """
 def worker_fn(iterator):
     x, y = next(iterator)
     (-F.cross_entropy(model(x), y)).backward()
     optimizer.step()
     mean_loss.update(1.0)
-""",
+"""
+_DATASET_FN = """
+def dataset_fn(context):
+    x, y = (rows[context.input_pipeline_id :: context.num_input_pipelines] for rows in train)
+    yield from zip(x.split(50), y.split(50), strict=True)
+"""
+_TRAIN_STEP = """
+def train_step(model, optimizer, batch):
+    x, y = batch
+    loss = distnb.nn.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
+    {}
+"""
+_CALLBACKS = """
+def make_callbacks():
+    stopping = keras.callbacks.EarlyStopping(monitor="loss", mode="min", patience=2, restore_best_weights=True)
+    return [distnb.keras.EpochDots(report_every=10), stopping]
+"""
+_COMPILED_LATER = """
+def make_model(strategy):
+    with strategy.scope():
+        model = keras.Sequential(make_layers())
+    model.compile(keras.optimizers.Adam(0.005), "binary_crossentropy", metrics=["accuracy"])
+    return model
+"""
+_ATTEMPTS = {
+    "workers": [(1, _DATASET_FN, "repeat the loop with `while True`"), (2, _WORKER_FN, "")],
+    "sharded": [(3, "def activations(model, rows):\n    model(rows)\n    return 0\n", "No saved tensor")],
+    "loss_scaling": [(2, "def average_loss(losses):\n    return losses.sum() / 7\n", "should be -28")],
+    "image_set": [
+        (1, _TRAIN_STEP.format("loss.backward()\n    optimizer.step()\n    return loss.detach()"), "zero_grad"),
+        (1, _TRAIN_STEP.format("optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()"), "`return loss`"),
+        (1, _TRAIN_STEP.format("optimizer.zero_grad()\n    loss.backward()\n    return loss.detach()"), "step()"),
+    ],
+    "fit_text": [(1, _COMPILED_LATER, None), (2, _CALLBACKS, "monitor 'val_loss'")],
 }
-"""Wrong answers that only the check refuses, by notebook and exercise."""
+"""Answers by notebook: the number of the exercise, the answer, and words of the error, or None if it is right."""
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("name", "exercise"), _WRONG)
-def test_a_corrected_answer_passes_after_a_wrong_one(name: str, exercise: int) -> None:
+@pytest.mark.parametrize("name", _ATTEMPTS)
+def test_a_check_says_what_is_wrong_and_accepts_a_corrected_answer(name: str) -> None:
     import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.read(ROOT / "notebooks" / "exercises" / f"{name}.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell["cell_type"] == "code"]
-    place = [place for place, cell in enumerate(code) if _tagged(cell, "exercise")][exercise - 1]
-    check = next(place for place, cell in enumerate(code[place:], place) if "assert " in cell["source"])
-    wrong = nbformat.v4.new_code_cell(_WRONG[name, exercise])
-    refused = nbformat.from_dict(code[check])
-    refused["metadata"]["tags"] = ["raises-exception"]
-    attempt = code[place + 2 : check]
-    cells = [*code[:place], wrong, *attempt, refused, code[place + 1], *attempt, code[check], code[-1]]
-    notebook["cells"] = [nbformat.from_dict({**cell, "id": f"cell-{number}"}) for number, cell in enumerate(cells)]
+    exercises = [place for place, cell in enumerate(code) if _tagged(cell, "exercise")]
+    cells: list[Any] = []
+    attempts: list[tuple[str | None, list[Any]]] = []
+    done = 0
+    for exercise in sorted({number for number, *_ in _ATTEMPTS[name]}):
+        place = exercises[exercise - 1]
+        check = next(place for place, cell in enumerate(code[place:], place) if "assert " in cell["source"])
+        cells += code[done:place]
+        for number, answer, words in _ATTEMPTS[name]:
+            if number == exercise:
+                tried = [nbformat.v4.new_code_cell(answer), *map(nbformat.from_dict, code[place + 2 : check + 1])]
+                for cell in tried:
+                    cell["metadata"] = {"tags": ["raises-exception"]}
+                cells += tried
+                attempts.append((words, [len(cells) - count for count in range(len(tried), 0, -1)]))
+        cells += code[place + 1 : check + 1]
+        done = check + 1
+    notebook["cells"] = [
+        nbformat.from_dict({**cell, "id": f"cell-{number}"}) for number, cell in enumerate([*cells, code[-1]])
+    ]
     client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(ROOT)}})
     client.execute(env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)})
-    (error,) = [each for cell in notebook.cells for each in cell.get("outputs", ()) if each["output_type"] == "error"]
-    assert error["ename"] == "AssertionError"
+    for words, places in attempts:
+        outputs = [output for place in places for output in notebook.cells[place].get("outputs", ())]
+        errors = [output for output in outputs if output["output_type"] == "error"]
+        if words is None:
+            assert not errors
+        else:
+            assert errors[0]["ename"] == "AssertionError"
+            assert words in "\n".join(errors[0]["traceback"])
 
 
 @pytest.mark.timeout(120)
