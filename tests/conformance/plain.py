@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import gc
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -175,6 +176,7 @@ def _distnb(strategy: PlainStrategy) -> types.SimpleNamespace:
         Variable=PlainVariable,
         replica_id=lambda: strategy.replica,
         get_strategy=lambda: strategy,
+        shared_folder=tempfile.mkdtemp,
         get_replica_context=lambda: types.SimpleNamespace(all_reduce=lambda op, value: value),
         is_chief=lambda: strategy.replica == 0,
     )

@@ -6,6 +6,7 @@ Keras multiplies matrices in float32 on torch, so numbers are equal up to its ro
 from __future__ import annotations
 
 import os
+import shutil
 
 import numpy as np
 import torch
@@ -316,6 +317,98 @@ def two_models_in_a_step():
     return {"history": numbers(kept), "weights": weights(model.maker, model.judge)}
 
 
+@program(**_KERAS)
+def a_critic_with_a_gradient_penalty():
+    import keras
+
+    keras.utils.set_random_seed(15)
+    x, _ = data()
+
+    class Critic(keras.Model):
+        """The critic of a WGAN-GP, several steps per batch, with noise that the step draws."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)])
+            self.steps = self.add_weight(name="steps", trainable=False, initializer="zeros")
+            self.losses_seen = keras.metrics.Mean(name="loss")
+
+        def call(self, x):
+            return self.inner(x)
+
+        def train_step(self, real):
+            for _ in range(2):
+                share = keras.random.uniform((len(real), 1), seed=int(self.steps))
+                mixed = (real * share + (1 - share) * keras.ops.flip(real, axis=0)).requires_grad_()
+                [slope] = torch.autograd.grad(self.inner(mixed).sum(), mixed, create_graph=True)
+                penalty = (slope.square().sum(dim=1).sqrt() - 1).square().mean()
+                loss = self.inner(keras.ops.zeros_like(real)).mean() - self.inner(real).mean() + 10 * penalty
+                self.zero_grad()
+                loss.backward()
+                weights = self.inner.trainable_weights
+                with torch.no_grad():
+                    self.optimizer.apply_gradients(zip([each.value.grad for each in weights], weights, strict=True))
+                self.steps.assign_add(1.0)
+                self.losses_seen.update_state(loss.detach())
+            return {**self.get_metrics_result(), "penalty": penalty.detach()}
+
+    with strategy.scope():
+        model = Critic()
+        model.compile(keras.optimizers.Adam(0.02))
+    kept = model.fit(x, batch_size=6, epochs=2, shuffle=False, verbose=0).history
+    return {"history": numbers(kept), "weights": weights(model)}
+
+
+@program(**_KERAS)
+def a_student_and_a_moving_average():
+    import keras
+
+    keras.utils.set_random_seed(16)
+    x, y = data()
+
+    class Student(keras.Model):
+        """A student that learns from a frozen teacher and keeps a moving average of itself and a queue of rows."""
+
+        def __init__(self, teacher):
+            super().__init__()
+            self.teacher, self.student, self.average = teacher, network(), network()
+            self.teacher.trainable = self.average.trainable = False
+            self.queue = self.add_weight(name="queue", shape=(5, 3), trainable=False, initializer="zeros")
+            self.apart = keras.metrics.Mean(name="apart")
+
+        def call(self, x, training=False):
+            return self.student(x, training=training)
+
+        def train_step(self, batch):
+            x, y = batch
+            with torch.no_grad():
+                wanted = keras.ops.softmax(self.teacher(x, training=False))
+            self.zero_grad()
+            output = self(x, training=True)
+            apart = keras.losses.kl_divergence(wanted, keras.ops.softmax(output)).mean()
+            near = (self.queue.value @ output.T).square().mean()
+            loss = self.compute_loss(x, y, output) + apart + 0.1 * near
+            loss.backward()
+            weights = self.student.trainable_weights
+            with torch.no_grad():
+                self.optimizer.apply([each.value.grad for each in weights], weights)
+                for mine, averaged in zip(self.student.weights, self.average.weights, strict=True):
+                    averaged.assign(0.9 * averaged.value + 0.1 * mine.value)
+                self.queue.assign(torch.cat([output.detach(), self.queue.value])[:5])
+            self.apart.update_state(apart.detach(), sample_weight=len(y))
+            return self.compute_metrics(x, y, output)
+
+    def network():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, activation="gelu"), keras.layers.Dense(3)])
+
+    with strategy.scope():
+        model = Student(network())
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.AdamW(0.02), loss, metrics=["accuracy"])
+    kept = model.fit(x, y, batch_size=5, epochs=3, shuffle=False, validation_data=(x, y), verbose=0).history
+    return {"history": numbers(kept), "weights": weights(model.student, model.average)}
+
+
 @program(**{**_KERAS, "under": (*_REPLICATED, "parameter_server")})
 def own_loop():
     import keras
@@ -459,6 +552,36 @@ def callbacks_change_the_model():
     return {"history": numbers(kept), "weights": weights(model)}
 
 
+@program(**_KERAS)
+def files_that_callbacks_write():
+    import keras
+
+    keras.utils.set_random_seed(17)
+    x, y = data()
+    folder = str(distnb.shared_folder())
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = keras.optimizers.Adam(0.3, use_ema=True, ema_momentum=0.8)
+        model.compile(optimizer, loss, metrics=["accuracy"])
+    best = keras.callbacks.ModelCheckpoint(
+        folder + "/best.weights.h5", monitor="val_loss", save_best_only=True, save_weights_only=True
+    )
+    callbacks = [
+        best,
+        keras.callbacks.CSVLogger(folder + "/log.csv"),
+        keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+    ]
+    kept = model.fit(
+        x, y, batch_size=8, epochs=4, shuffle=False, validation_data=(x[:9], y[:9]), callbacks=callbacks, verbose=0
+    ).history
+    last = weights(model)
+    model.load_weights(folder + "/best.weights.h5")
+    if distnb.is_chief():
+        shutil.rmtree(folder)
+    return {"history": numbers(kept), "weights": last, "best": weights(model)}
+
+
 # -- statistics and variables ------------------------------------------------------------------------------------------
 
 
@@ -544,7 +667,7 @@ _OF_TORCH = Refusal(
 @program(
     cases={
         "torch": {"inner": "keras.layers.TorchModuleWrapper(torch.nn.Linear(4, 5), output_shape=(None, 5))"},
-        "keras": {"inner": "keras.layers.Dense(5)", "refused": {"sharded": _OF_TORCH}},
+        "keras": {"inner": "keras.layers.Dense(5)", "refused": {"sharded": _OF_TORCH}, "under": ("sharded",)},
     },
     **{**_KERAS, "under": (*_REPLICATED, "sharded"), "samples": None},
 )
