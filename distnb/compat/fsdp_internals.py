@@ -163,10 +163,16 @@ class UnitGradients:
 
     Args:
         group: FSDP's description of the unit's parameters.
+        state: FSDP's description of the unit.
+
+    Attributes:
+        is_kept: Whether a pass keeps the unit's whole parameters until its end.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, state: Any) -> None:
+        self.is_kept = False
         self._group = group
+        self._state = state
 
     @property
     def new(self) -> list[torch.Tensor]:
@@ -206,6 +212,22 @@ class UnitGradients:
             if each._unsharded_param.grad is not None:
                 each.unsharded_accumulated_grad, each._unsharded_param.grad = each._unsharded_param.grad, None
 
+    def keep(self) -> None:
+        """Gather the unit's parameters for the whole of the pass that begins. All replicas must call this."""
+        self.is_kept = True
+        self._state._training_state = TrainingState.PRE_BACKWARD
+        self._state._state_ctx.post_backward_final_callback_queued = True  # `release` does what the callback does
+        self._group.pre_backward(False)
+
+    def release(self) -> None:
+        """Reduce gradients and free what is gathered, at the end of a pass, for all units of the model."""
+        if self._state._state_ctx.post_backward_final_callback_queued:
+            self._state._root_post_backward_final_callback()
+
+    def belongs_to(self, shards: Collection[int]) -> bool:
+        """Return whether the unit has one of the shards with these `id()`s."""
+        return any(id(each.sharded_param) in shards for each in self._group.fsdp_params)
+
     def _trained(self) -> list[Any]:
         return [
             each
@@ -217,9 +239,11 @@ class UnitGradients:
 def observe(unit: Any, before: Callable[[UnitGradients], None], after: Callable[[UnitGradients], None]) -> None:
     """Call functions before and after FSDP handles the gradients of a unit, in each backward pass."""
     for group in _groups(unit):
-        gradients, plain = UnitGradients(group), group.post_backward
+        gradients, plain = UnitGradients(group, unit._get_fsdp_state()), group.post_backward
 
         def post_backward(*args: Any, gradients: UnitGradients = gradients, plain: Any = plain) -> None:
+            if gradients.is_kept:
+                return
             before(gradients)
             plain(*args)
             after(gradients)

@@ -49,12 +49,16 @@ _TABLE: Final = {
     "torch.distributed:Store.{get,multi_get,wait,queue_pop,barrier}": _WAITS,
     "torch.distributed:TCPStore.__init__": _WAITS,
     "torch.distributed.tensor:DTensor.{numpy,tolist,item,__array__,__float__,__int__,__bool__}": _SHARDS,
+    "torch.distributed.tensor:DTensor.{__add__,__radd__,__iadd__,__sub__,__rsub__,__isub__}": _SHARDS,
+    "torch.distributed.tensor:DTensor.{__mul__,__rmul__,__imul__,__truediv__,__rtruediv__,__itruediv__}": _SHARDS,
     "torch.distributed.tensor:DTensor.data": "torch replaces what a tensor says about its part, not the part.",
     "torch.distributed.tensor:DTensor.__format__": _SHARDS,
     "torch.nn.utils.clip_grad:{_get_total_norm,_has_foreach_support}": _MIXED,
     "torch.nn.utils:get_total_norm": _MIXED,
     "torch.amp.grad_scaler:GradScaler._unscale_grads_": _MIXED,
-    "torch.distributed.tensor:DTensor.full_tensor": "A callback on one replica would wait for the others.",
+    "torch.distributed.tensor:DTensor.full_tensor": (
+        "A callback on one replica would wait for the others. Gradients are aggregated over the replicas."
+    ),
     # torchmetrics
     "torchmetrics:Metric.{__init__,__call__,reset,_wrap_update,update_called}": _METRICS,
     "torchmetrics:MetricCollection._merge_compute_groups": "An empty or small batch does not show that states differ.",

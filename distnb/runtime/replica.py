@@ -283,6 +283,7 @@ class Spmd:
                 if isinstance(error, TypeError):
                     check_fits(error, fn, own_args, own_kwargs)
                 note.explain(error, rank, size)
+                self._explain(error)
                 raise
             finally:
                 del stack[depth:]
@@ -292,6 +293,9 @@ class Spmd:
         if size > 1 and CHANGES.count != changes:
             self._unmanaged.check(fn, own_args, own_kwargs)  # the call has made or built modules, so check again
         return result if size == 1 else process.agreement.regroup(process.group, fn, result, (args, kwargs))
+
+    def _explain(self, error: Exception) -> None:
+        """Raise another error if a function of `run` raised one whose cause is this runtime."""
 
     def _function_ended(self, *, failed: bool) -> None:
         """Handle the end of a function of `run`; `failed` if it raised."""

@@ -9,6 +9,7 @@ import torch
 from distnb.errors import ContextError, OptionError
 from distnb.runtime.reduction.reducing import broadcastable_weight
 from distnb.runtime.replica_context import ReplicaContext
+from distnb.runtime.scopes.mirrored_objects import is_divided
 from distnb.strategies.context import get_replica_context, get_strategy
 from distnb.values import DistributedValues
 
@@ -114,7 +115,8 @@ def _tensor(function: str, loss: Any) -> torch.Tensor:
             "scales the loss of one replica. Call it in the function that strategy.run calls: "
             "strategy.run(step, args=(batch,))."
         )
-    return torch.as_tensor(loss)
+    made = torch.as_tensor(loss)
+    return made.full_tensor() if is_divided(made) else made  # a penalty of sharded parameters
 
 
 def _replica(function: str, cure: str = "") -> ReplicaContext:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -34,8 +35,8 @@ class Listener:
     def failed(self) -> None:
         self._note("failed")
 
-    def reached(self, inputs: Sequence[Any], gradients: Sequence[Any] | None) -> None:
-        pass
+    def computing(self, inputs: Sequence[Any], create_graph: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 from distnb.collectives.gradients.replicated_steps import current_step
@@ -34,8 +35,8 @@ class PassListener(Protocol):
     def failed(self) -> None:
         """Handle an error of the pass or of a listener."""
 
-    def reached(self, inputs: Sequence[Any], gradients: Sequence[Any] | None) -> None:
-        """Check the result of `torch.autograd.grad` for these inputs; None if it has failed."""
+    def computing(self, inputs: Sequence[Any], create_graph: bool) -> AbstractContextManager[Any]:
+        """Return a context in which `torch.autograd.grad` computes gradients for these inputs."""
 
 
 class BackwardPasses:
@@ -119,18 +120,15 @@ class BackwardPasses:
 
     def _run_without_accumulating(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 else ()
+        create_graph = bool(args[2]) if len(args) > 2 else False
         step = current_step()
         if step is not None:
             step.begin_pass(outputs)
-        try:
+        with ExitStack() as stack:
+            for listener in () if self._running else self._listeners:
+                stack.enter_context(listener.computing(inputs, create_graph))
             result = self._original(outputs, *args, **kwargs)
-        except RuntimeError:
-            for listener in self._listeners:
-                listener.reached(inputs, None)
-            raise
-        for listener in self._listeners:
-            listener.reached(inputs, result)
-        return result if step is None else step.whole_gradients(inputs, result, bool(args[2]))
+        return result if step is None else step.whole_gradients(inputs, result, create_graph)
 
 
 BACKWARD_PASSES = BackwardPasses()

@@ -374,8 +374,9 @@ class GradientSync:
             plan.reset()
         self._pass = None
 
-    def reached(self, inputs: Sequence[Any], gradients: Sequence[Any] | None) -> None:
+    def computing(self, inputs: Sequence[Any], create_graph: bool) -> contextlib.AbstractContextManager[Any]:
         """Do nothing: `torch.autograd.grad` reaches mirrored parameters as any others."""
+        return contextlib.nullcontext()
 
     # The pass, step by step ----------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ __all__ = ["install"]
 
 _READS = ("numpy", "tolist", "item", "__array__", "__float__", "__int__", "__bool__")
 
+_OPERATORS = tuple(f"__{place}{name}__" for name in ("add", "sub", "mul", "truediv") for place in ("", "r", "i"))
+
 
 class _Handler(Protocol):
     """The runtime of a strategy that shards models."""
@@ -32,27 +34,28 @@ class _Handler(Protocol):
     def zero_grad(self, original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
         """Handle a call of the method `zero_grad` of an optimizer or a module."""
 
+    def full_tensor(
+        self, original: Callable[..., torch.Tensor], tensor: DTensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Gather a sharded tensor."""
+
 
 def install(handler: _Handler) -> None:
     """Install the replacements for one strategy's runtime."""
     patches.wrap("torch.optim:Optimizer.add_param_group", handler.add_param_group)
     patches.wrap("torch.optim:Optimizer.zero_grad", handler.zero_grad)
     patches.wrap("torch.nn:Module.zero_grad", handler.zero_grad)
-    patches.wrap("torch.distributed.tensor:DTensor.full_tensor", _gather)
+    patches.wrap("torch.distributed.tensor:DTensor.full_tensor", handler.full_tensor)
     patches.replace("torch.distributed.tensor:DTensor.data", property(torch_internals.plain_data.__get__, _set_data))
     patches.wrap("torch.distributed.tensor:DTensor.__format__", _format)
     for target in ("torch.nn.utils.clip_grad:_get_total_norm", "torch.nn.utils:get_total_norm"):
         patches.wrap(target, _total_norm)
     patches.wrap("torch.nn.utils.clip_grad:_has_foreach_support", _has_foreach_support)
     patches.wrap("torch.amp.grad_scaler:GradScaler._unscale_grads_", _unscale)
+    for name in _OPERATORS:
+        patches.replace(f"torch.distributed.tensor:DTensor.{name}", _of_whole_number(name))
     for name in _READS:
         patches.replace(f"torch.distributed.tensor:DTensor.{name}", _of_whole(name))
-
-
-def _gather(original: Callable[..., torch.Tensor], tensor: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Gather a tensor, unless the other replicas do not take part."""
-    contexts.require_all_replicas()
-    return original(tensor, *args, **kwargs)
 
 
 def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
@@ -155,3 +158,20 @@ def _of_whole(name: str) -> Callable[..., Any]:
         return getattr(tensor.full_tensor(), name)(*args, **kwargs)
 
     return method
+
+
+@functools.cache
+def _of_whole_number(name: str) -> Callable[..., Any]:
+    """Return an operator that gathers a sharded number if its other operand is an ordinary tensor.
+
+    torch would compute a sharded number, and fail in the backward pass.
+    """
+    plain, of_whole = getattr(torch.Tensor, name), getattr(torch.Tensor, name.replace("__i", "__"))
+
+    def operator(tensor: DTensor, other: Any) -> Any:
+        is_mixed = isinstance(other, torch.Tensor) and not isinstance(other, DTensor)
+        if is_mixed and not tensor.dim() and holds_shards(tensor):
+            return of_whole(tensor.full_tensor(), other)
+        return plain(tensor, other)
+
+    return operator

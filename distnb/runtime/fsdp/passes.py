@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,8 @@ from distnb.collectives.gradients.replica_comparison import find_unlike
 from distnb.collectives.verify import callsite
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import GradientError, UnsyncedGradientError
-from distnb.runtime.fsdp.parts import is_whole, part_of
+from distnb.runtime.fsdp.parts import is_whole, local_part, part_of
+from distnb.runtime.fsdp.whole_copies import holds_shards
 
 if TYPE_CHECKING:
     from distnb.collectives.gradients.gradient_sync import GradientSync
@@ -69,6 +71,10 @@ class ShardedPasses:
         self._sums = False  # whether gradients of different replicas are combined
         self._used: dict[int, bool] = {}  # by the `id()`s of the shards that the pass reduces
         self._filled: dict[int, bool] = {}  # shards that got zeros, and whether they had a gradient before
+        # Units that the current pass has reached, and those whose parameters graphs of gradients use, in the order of
+        # the passes, which is equal on all replicas.
+        self._visited: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._in_graphs: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self._synced: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._unreduced: weakref.WeakSet[Any] = weakref.WeakSet()  # models that may have gradients from under `no_sync`
 
@@ -93,6 +99,12 @@ class ShardedPasses:
     def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
         """Choose the factor of this replica's gradients."""
         self._forget()
+        if any(map(holds_shards, roots)):
+            raise GradientError(
+                "backward() was called on a sharded tensor, which was computed from the parameters of a sharded model "
+                "outside its `forward`. Gather it first: `penalty.full_tensor()`, or "
+                "distnb.nn.scale_regularization_loss(penalty)."
+            )
         size, equal = self._group().size, not self._in_replica()
         if equal:
             self._before_common_pass()
@@ -113,9 +125,18 @@ class ShardedPasses:
             if self._synced.get(root) is not synced:
                 root.set_requires_gradient_sync(synced)
                 self._synced[root] = synced
+        self._keep_gathered()
+
+    def aggregated(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of a tensor that was gathered from shards in `strategy.run`: all replicas' together."""
+        total = gradient.detach() * self._scale
+        if self._group().size > 1:
+            self._group().all_reduce(total, "sum")
+        return total
 
     def end(self) -> None:
         """Handle the end of a pass."""
+        self._release()
         if self._used:
             self._remove_unused()
         self._forget()
@@ -124,29 +145,55 @@ class ShardedPasses:
         self._error, self._compare, self._sums = None, False, False
         self._used.clear()
         self._filled.clear()
+        self._visited.clear()
 
     def failed(self) -> None:
         """Handle the error of a pass: discard what it has left half done."""
         self._forget()
+        for unit in self._in_graphs:
+            unit.is_kept = False
+        self._in_graphs.clear()
         for root in self.roots:
             fsdp_internals.reset(root)
 
-    def reached(self, inputs: Sequence[Any], gradients: Sequence[Any] | None) -> None:
-        """Check the result of `torch.autograd.grad` for these inputs; None if it has failed.
+    @contextmanager
+    def computing(self, inputs: Sequence[Any], create_graph: bool) -> Iterator[None]:
+        """Refuse shards as inputs of `torch.autograd.grad`, and keep what a graph of gradients needs.
 
         Raises:
-            GradientError: An input is a shard, and has no gradient.
+            GradientError: An input is a shard.
         """
-        if all(torch_internals.local_tensor(each) is None for each in inputs):
-            return
-        shards = {id(shard) for root in self.roots for shard in fsdp_internals.shards_of(root)}
-        found = gradients or [None] * len(inputs)
-        if any(each is None and id(given) in shards for given, each in zip(inputs, found, strict=True)):
+        if any(map(holds_shards, inputs)):
             raise GradientError(
                 "torch.autograd.grad does not reach the parameters of a sharded model: it reaches the whole parameters "
                 "that FSDP gathers for a pass. Call loss.backward() and use parameter.grad, or make the model in the "
                 "scope of a MirroredStrategy."
             )
+        self._forget()
+        self._keep_gathered()
+        try:
+            yield
+            self._release()
+        except BaseException:
+            self.failed()
+            raise
+        if create_graph:
+            self._in_graphs.update(self._visited)
+
+    def _keep_gathered(self) -> None:
+        """Gather the whole parameters that graphs of gradients use, for the pass that begins.
+
+        FSDP gathers a unit when a pass reaches its outputs. A graph of gradients uses its parameters before.
+        """
+        for unit in self._in_graphs:
+            unit.keep()
+
+    def _release(self) -> None:
+        kept = [unit for unit in self._in_graphs if unit.is_kept]
+        for unit in kept:
+            unit.is_kept = False
+        for unit in kept:
+            unit.release()
 
     # What FSDP calls --------------------------------------------------------------------------------------------------
 
@@ -158,6 +205,8 @@ class ShardedPasses:
             UnsyncedGradientError: All replicas should compute the same, and do not.
         """
         gradients = unit.new
+        if unit.is_reached:
+            self._visited[unit] = None
         if gradients and self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -186,13 +235,19 @@ class ShardedPasses:
         roots = sorted(self.roots, key=self._numbers.__getitem__)
         shards = [each for root in roots for each in fsdp_internals.shards_of(root) if id(each) in self._used]
         device = torch_device(self._group().device)
-        used = torch.tensor([self._used[id(each)] for each in shards], dtype=torch.uint8, device=device)
+        flags = [self._used[id(each)] or self._has_more_than_zeros(each) for each in shards]
+        used = torch.tensor(flags, dtype=torch.uint8, device=device)
         self._group().all_reduce(used, "max")
         if not self._filled:
             return
         for shard, is_used in zip(shards, used.tolist(), strict=True):
             if not is_used and not self._filled[id(shard)]:
                 shard.grad = None
+
+    def _has_more_than_zeros(self, shard: Any) -> bool:
+        """Return whether a shard has got a gradient otherwise than from the unit's pass."""
+        is_filled = self._filled.get(id(shard)) is False and shard.grad is not None
+        return is_filled and bool(local_part(shard.grad).any())
 
     def _compare_norms(self, gradients: Sequence[torch.Tensor]) -> None:
         own = torch.stack([torch.linalg.vector_norm(each.detach().float()) for each in gradients])
@@ -226,6 +281,8 @@ class ShardedPasses:
             )
         for parameter in whole:
             parameter.grad = part_of(parameter.grad, parameter)
+        for unit in [each for each in self._in_graphs if each.belongs_to(_numbers(optimizer))]:
+            del self._in_graphs[unit]  # its graphs are of the parameters before the step
         for root in self._with_local_gradients():
             if fsdp_internals.has_local_gradients(root, _numbers(optimizer)):
                 model = torch_internals.original_class(root).__name__

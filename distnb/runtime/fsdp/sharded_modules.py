@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distnb.accelerators import torch_device
@@ -44,6 +45,7 @@ __all__ = ["ShardedModules"]
 
 _OWNER = "_distnb_sharded_by"
 """The attribute of a shard with the number of its `ShardedModules`. It outlives the shard's place in a model."""
+_HAS_HOOK = "_distnb_divides_gradient"
 _numbers = itertools.count()
 
 
@@ -102,6 +104,13 @@ class ShardedModules:
         FSDP makes new parameters for the gathered values, whose memory it frees after a pass.
         """
         return holds_shards(tensor) or any(fsdp_internals.holds_gathered(root, tensor) for root in self._passes.roots)
+
+    def divide_gradients(self) -> None:
+        """Have torch divide the gradients of operations of shards as the shards, which FSDP expects. Idempotent."""
+        for each in self.parameters():
+            if each.requires_grad and not hasattr(each, _HAS_HOOK):
+                each.register_hook(unserializable_hook(functools.partial(_divided, each.placements)))
+                setattr(each, _HAS_HOOK, True)
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the sharded parameter that has replaced a parameter, or the parameter itself."""
@@ -286,6 +295,11 @@ class ShardedModules:
         for name, parameter in module.named_parameters(prefix=prefix.removesuffix("."), remove_duplicate=False):
             if is_whole(state.get(name), parameter):
                 state[name] = part_of(state[name], parameter)
+
+
+def _divided(placements: Sequence[Any], gradient: torch.Tensor) -> torch.Tensor:
+    """Return a sharded gradient that is divided like its parameter, and another one as it is."""
+    return gradient.redistribute(placements=placements) if isinstance(gradient, DTensor) else gradient
 
 
 def _writes(root: torch.nn.Module) -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distnb.accelerators import torch_device
 from distnb.collectives.verify import callsite
-from distnb.errors import OptionError
+from distnb.errors import ContextError, OptionError
 from distnb.runtime import contexts
 from distnb.runtime.base import Owner
 from distnb.runtime.fsdp import library_hooks
@@ -138,6 +140,15 @@ class ShardedSpmd(Spmd):
 
     # Computing --------------------------------------------------------------------------------------------------------
 
+    def _explain(self, error: Exception) -> None:
+        """Raise ContextError if torch cannot compute with shards what a program has them do."""
+        if _is_of_shards(error):
+            raise ContextError(
+                f"An operation of shards failed ({type(error).__name__}). The parameters of a sharded model are shards, except in the `forward` "
+                "of the unit that they belong to, and cannot be combined with ordinary tensors. Gather them "
+                "(`parameter.full_tensor()`, which has gradients), or compute with shards alone."
+            ) from error
+
     def _function_ended(self, *, failed: bool) -> None:
         if failed:
             self._sharded.reset()
@@ -184,8 +195,28 @@ class ShardedSpmd(Spmd):
         original(owner, *args, **kwargs)
         self._passes.zero_gradients(owner)
 
+    def full_tensor(
+        self, original: Callable[..., torch.Tensor], tensor: DTensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Gather a tensor, unless the other replicas do not take part. Its gradients are aggregated over them."""
+        contexts.require_all_replicas()
+        whole = original(tensor, *args, **kwargs)
+        if whole.requires_grad and holds_shards(tensor):
+            self._sharded.divide_gradients()
+            entry = contexts.innermost()
+            if entry is not None and entry[0] is self._strategy and entry[1] is not None:
+                whole.register_hook(self._passes.aggregated)  # outside of `run`, gradients are equal on all replicas
+        return whole
+
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._passes.check_step(optimizer)
+
+
+def _is_of_shards(error: Exception) -> bool:
+    """Return whether torch raised an error because it lacks an operation of sharded tensors."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_of_torch = frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor.")
+    return is_of_torch or "mixed torch.Tensor and DTensor" in str(error)
 
 
 def _require_operations(optimizer: torch.optim.Optimizer) -> None:

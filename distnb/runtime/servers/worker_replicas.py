@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -215,8 +216,8 @@ class _GradientsElsewhere:
                 variable.grad = before
         self._before = []
 
-    def reached(self, inputs: Sequence[Any], gradients: Sequence[Any] | None) -> None:
-        pass
+    def computing(self, inputs: Sequence[Any], create_graph: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def _add_up(self, variables: Sequence[ServerVariable]) -> None:
         group = self._replicas.process.group

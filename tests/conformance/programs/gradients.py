@@ -261,6 +261,62 @@ def gradient_penalty_of_inputs():
     return {"model": whole(model)}
 
 
+class Blocks(nn.Module):
+    """A model with two units, and a layer that its forward pass does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x, sum(parameter.square().sum() for parameter in self.parameters())
+
+
+_UNITS = {
+    "one": {},
+    "three": {"under": ("sharded",), "options": {"min_size": "0"}},
+}
+
+
+@program(cases=_UNITS)
+def gradient_penalty_alone():
+    with strategy.scope():
+        model = Blocks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x):
+        x = x.clone().requires_grad_()
+        [slope] = torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
+        [second] = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+        optimizer.zero_grad()
+        distnb.nn.compute_average_loss(slope.norm(dim=1)).backward(retain_graph=True)
+        distnb.nn.compute_average_loss(second.norm(dim=1)).backward()
+        optimizer.step()
+
+    train(step, rows(10, 3))
+    return {"model": whole(model)}
+
+
+@program(cases=_UNITS)
+def penalty_of_units():
+    with strategy.scope():
+        model = Blocks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x):
+        output, penalty = model(x)
+        loss = distnb.nn.compute_average_loss(output.square().sum(dim=1))
+        optimizer.zero_grad()
+        (loss + distnb.nn.scale_regularization_loss(penalty)).backward()
+        optimizer.step()
+
+    train(step, rows(10, 3))
+    return {"model": whole(model)}
+
+
 @program()
 def penalty_of_parameters():
     with strategy.scope():
@@ -275,6 +331,73 @@ def penalty_of_parameters():
         optimizer.step()
 
     train(step, rows(10, 3), rows(10, 2, seed=2))
+    return {"model": whole(model)}
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter that no replica divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.scale * self.layer(x)
+
+
+@program(options={"gradient_reduction": "'mean'"}, under=("mirrored", "multi_worker", "sharded"))
+def penalty_of_parameters_under_mean():
+    with strategy.scope():
+        model = Scaled()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        x, y = batch
+        optimizer.zero_grad()
+        penalty = sum(parameter.sum() for parameter in model.parameters())
+        ((model(x) - y).square().mean() + 0.1 * penalty.square()).backward()
+        optimizer.step()
+
+    train(step, rows(10, 3), rows(10, 2, seed=2))
+    return {"model": whole(model)}
+
+
+@program(
+    options={"gradient_reduction": "'mean'"},
+    under=("mirrored", "multi_worker", "sharded"),
+    refused={"sharded": Refusal("GradientError", "sharded.md", "a loss that is a shard raises an error", alone=True)},
+)
+def penalty_without_a_loss():
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(_):
+        optimizer.zero_grad()
+        model.weight.square().sum().backward()
+        optimizer.step()
+
+    train(step, rows(10, 3))
+    return {"model": whole(model)}
+
+
+@program(
+    options={"gradient_reduction": "'mean'"},
+    under=("mirrored", "multi_worker", "sharded"),
+    refused={"sharded": Refusal("ContextError", "sharded.md", "any other operation with both raises an error", alone=True)},
+)
+def parameters_with_a_mask():
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mask = torch.eye(2, 3)
+
+    def step(x):
+        optimizer.zero_grad()
+        (model(x).square().mean() + (model.weight * mask).square().sum()).backward()
+        optimizer.step()
+
+    train(step, rows(10, 3))
     return {"model": whole(model)}
 
 
