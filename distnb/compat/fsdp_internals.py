@@ -17,6 +17,7 @@ __all__ = [
     "UnitGradients",
     "adopt_changes",
     "changed_in_forward",
+    "copy_by",
     "discard_local_gradients",
     "has_local_gradients",
     "holds_gathered",
@@ -25,6 +26,7 @@ __all__ = [
     "is_in_forward",
     "keep_changes",
     "make_gathered",
+    "names_of_units",
     "observe",
     "reset",
     "shards_of",
@@ -249,6 +251,17 @@ def observe(unit: Any, before: Callable[[UnitGradients], None], after: Callable[
             after(gradients)
 
         group.post_backward = post_backward
+
+
+def copy_by(unit: Any, copied: Callable[[Any, dict[int, Any]], Any]) -> None:
+    """Have a function make deep copies of sharded modules of the unit's class, given the memo. FSDP refuses them."""
+    type(unit).__deepcopy__ = copied
+
+
+def names_of_units(root: Any) -> list[str]:
+    """Return the names of the sharded modules in a sharded module, inner ones first. It is not among them."""
+    names = [name for name, part in root.named_modules() if isinstance(part, FSDPModule) and part is not root]
+    return sorted(names, key=lambda name: -name.count("."))
 
 
 def shards_of(root: Any) -> list[Any]:

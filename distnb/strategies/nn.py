@@ -115,8 +115,9 @@ def _tensor(function: str, loss: Any) -> torch.Tensor:
             "scales the loss of one replica. Call it in the function that strategy.run calls: "
             "strategy.run(step, args=(batch,))."
         )
-    made = torch.as_tensor(loss)
-    return made.full_tensor() if is_divided(made) else made  # a penalty of sharded parameters
+    made: Any = torch.as_tensor(loss)
+    whole: torch.Tensor = made.full_tensor() if is_divided(made) else made  # a penalty of sharded parameters
+    return whole
 
 
 def _replica(function: str, cure: str = "") -> ReplicaContext:

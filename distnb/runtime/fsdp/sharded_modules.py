@@ -35,7 +35,7 @@ from distnb.runtime.fsdp.parts import fill_part, is_whole, local_part, part_of
 from distnb.runtime.fsdp.passes import ShardedPasses
 from distnb.runtime.fsdp.sharding_options import MIN_SIZE, Precision, UnitPredicate
 from distnb.runtime.fsdp.units import forward_roots, split_by_dtype, units_of
-from distnb.runtime.fsdp.whole_copies import holds_shards, note_mesh
+from distnb.runtime.fsdp.whole_copies import copy_module, holds_shards, note_mesh
 from distnb.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -223,6 +223,8 @@ class ShardedModules:
         for module in [*(unit for _, unit in units), root]:
             self._forwards.observe(module)
             unit = fully_shard(module, **options)
+            _sharded_by[unit] = self, self._group().process_group
+            fsdp_internals.copy_by(unit, _deep_copy)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             self._passes.observe(unit)
@@ -288,6 +290,30 @@ class ShardedModules:
         blank(local_part(part))
         return torch.nn.Parameter(part, requires_grad=like.requires_grad)
 
+    # Copies -----------------------------------------------------------------------------------------------------------
+
+    def deep_copy(self, module: torch.nn.Module, memo: dict[int, Any]) -> None:
+        """Add a sharded copy of a sharded module to a memo of `copy.deepcopy`. All replicas must call this.
+
+        Raises:
+            ContextError: Other replicas have shards of the module.
+        """
+        if _sharded_by[module][1] is not self._group().process_group:
+            raise ContextError(
+                f"This {torch_internals.original_class(module).__name__} cannot be copied: it was sharded over other "
+                "replicas. Make it again in the scope, and restore a checkpoint."
+            )
+        for each in [shard for shard in module.parameters() if isinstance(shard, DTensor)]:
+            copied = torch.nn.Parameter(each.detach().clone(), each.requires_grad)
+            setattr(copied, _OWNER, self._number)
+            memo[id(each)] = copied
+        copy_module(module, memo)
+        root = memo[id(module)]
+        root.__setstate__({})  # as Python does for other copies: a scope notes the module, and registers its scalars
+        units = [(name, root.get_submodule(name)) for name in fsdp_internals.names_of_units(module)]
+        divided = {id(each) for each in root.parameters() if isinstance(each, DTensor)}
+        self._shard_root(root, units, divided, InitialValues(self._group(), []))
+
     # Loading whole values ---------------------------------------------------------------------------------------------
 
     def _before_load(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
@@ -300,6 +326,16 @@ class ShardedModules:
 def _divided(placements: Sequence[Any], gradient: torch.Tensor) -> torch.Tensor:
     """Return a sharded gradient that is divided like its parameter, and another one as it is."""
     return gradient.redistribute(placements=placements) if isinstance(gradient, DTensor) else gradient
+
+
+_sharded_by: weakref.WeakKeyDictionary[Any, tuple[ShardedModules, Any]] = weakref.WeakKeyDictionary()
+"""Who has sharded a module, with the process group of the replicas that have its shards."""
+
+
+def _deep_copy(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
+    sharded, _ = _sharded_by[module]
+    sharded.deep_copy(module, memo)
+    return memo[id(module)]
 
 
 def _writes(root: torch.nn.Module) -> int:

@@ -144,9 +144,10 @@ class ShardedSpmd(Spmd):
         """Raise ContextError if torch cannot compute with shards what a program has them do."""
         if _is_of_shards(error):
             raise ContextError(
-                f"An operation of shards failed ({type(error).__name__}). The parameters of a sharded model are shards, except in the `forward` "
-                "of the unit that they belong to, and cannot be combined with ordinary tensors. Gather them "
-                "(`parameter.full_tensor()`, which has gradients), or compute with shards alone."
+                f"An operation of shards failed ({type(error).__name__}). The parameters of a sharded model are "
+                "shards, except in the `forward` of the unit that they belong to, and cannot be combined with "
+                "ordinary tensors. Gather them (`parameter.full_tensor()`, which has gradients), or compute with "
+                "shards alone."
             ) from error
 
     def _function_ended(self, *, failed: bool) -> None:

@@ -22,7 +22,7 @@ from distnb.errors import StaleHandleError
 from distnb.runtime.scopes import foreign_libraries
 from distnb.runtime.this_process import this_process
 
-__all__ = ["holds_shards", "note_mesh", "whole_copies"]
+__all__ = ["copy_module", "holds_shards", "note_mesh", "whole_copies"]
 
 _HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks"),
@@ -83,7 +83,7 @@ def whole_copies(*values: Any, gradients: bool = True) -> list[Any]:
                 memo[id(each)].grad = memo.get(id(each.grad))
     for value in values:
         if isinstance(value, torch.nn.Module) and id(value) not in memo:
-            _copy_module(value, memo)
+            copy_module(value, memo)
     return [copy.deepcopy(value, memo) for value in values]
 
 
@@ -130,7 +130,7 @@ def _announce(value: Any, sharded: list[DTensor]) -> None:
         )
 
 
-def _copy_module(root: torch.nn.Module, memo: dict[int, Any]) -> None:
+def copy_module(root: torch.nn.Module, memo: dict[int, Any]) -> None:
     """Copy a module into `memo`, with its original classes, and without the hooks of FSDP and distnb."""
     modules = [each for each in root.modules() if id(each) not in memo]
     for each in modules:

@@ -61,6 +61,74 @@ def averaged_model(averaging):
     return {"losses": train(evaluate, rows(8, 3), rows(8, 2, seed=2)), "model": whole(model, average.module)}
 
 
+class Scaled(nn.Module):
+    """A model with two units, a shared layer, statistics, and a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(3), nn.Linear(3, 2)
+        self.again = self.head
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.scale * self.again(self.norm(x))
+
+
+_UNITS = {"one": {}, "several": {"under": ("sharded",), "options": {"min_size": "0"}}}
+
+
+@program(cases=_UNITS)
+def copies_of_a_model_with_an_optimizer():
+    with strategy.scope():
+        model = Scaled()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        other = copy.deepcopy(model)
+        second = torch.optim.Adam(other.parameters(), lr=0.1)
+
+    def step(batch):
+        x, y = batch
+        for trained, steps in ((model, optimizer), (other, second)):
+            steps.zero_grad()
+            mse(trained(x), y).backward()
+            steps.step()
+        average.update_parameters(model)
+
+    def evaluate(batch):
+        x, y = batch
+        with torch.no_grad():
+            return mse(average(x), y)
+
+    train(step, rows(10, 3), rows(10, 2, seed=2))
+    losses = train(evaluate, rows(8, 3), rows(8, 2, seed=2))
+    with strategy.scope():
+        best = copy.deepcopy(other)
+    train(step, rows(10, 3), rows(10, 2, seed=2))
+    return {"losses": losses, "models": whole(model, other, average, best)}
+
+
+@program()
+def copy_made_in_a_step():
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        x, y = batch
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        with torch.no_grad():
+            before = copy.deepcopy(model)
+        optimizer.step()
+        with torch.no_grad():
+            return mse(before(x), y) - mse(model(x), y)
+
+    return {"gains": train(step, rows(10, 3), rows(10, 2, seed=2)), "model": whole(model)}
+
+
 @program()
 def deep_copy_as_a_target():
     with strategy.scope():

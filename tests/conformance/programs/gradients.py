@@ -384,7 +384,9 @@ def penalty_without_a_loss():
 @program(
     options={"gradient_reduction": "'mean'"},
     under=("mirrored", "multi_worker", "sharded"),
-    refused={"sharded": Refusal("ContextError", "sharded.md", "any other operation with both raises an error", alone=True)},
+    refused={
+        "sharded": Refusal("ContextError", "sharded.md", "any other operation with both raises an error", alone=True)
+    },
 )
 def parameters_with_a_mask():
     with strategy.scope():
