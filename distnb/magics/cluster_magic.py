@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.cluster import tpu_chips
 from distnb.cluster.detached import listing as detached
-from distnb.cluster.devices import available_gpus
+from distnb.cluster.devices import available_gpus, plan_devices
 from distnb.cluster.resolvers import (
     ClusterResolver,
     KubernetesClusterResolver,
@@ -29,6 +29,7 @@ from distnb.notebook import bug_report, value_placement
 from distnb.notebook import compose as sessions
 from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.notebook.reports import stacks_text
+from distnb.notebook.teams import check_replicas
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.notebook.views.event_files import EventFiles
 from distnb.options import StrategySpec
@@ -80,17 +81,29 @@ class ClusterMagic:
             else:
                 getattr(self, command)(COMMANDS[command].read(rest))
 
-    def ensure(self, spec: StrategySpec = _ANY) -> Session:
+    def ensure(self, spec: StrategySpec = _ANY, only: Sequence[int] | None = None) -> Session:
         """Return the running session. Without one, start a cluster that suits a strategy, and print a line about it.
+
+        If the side panel is starting engines, wait for them.
+
+        Args:
+            spec: The strategy.
+            only: The replicas that will run the program; None for all.
 
         Raises:
             NoClusterError: The notebook has left or lost a detached cluster, whose objects the program may need.
+            OptionError: The cluster to start would have no such replicas.
         """
-        session, strategy = sessions.current(), resolve(spec)
+        waits = "Waiting for the engines that are being started or stopped."
+        session = sessions.current() or sessions.settled(on_wait=lambda: print(waits, flush=True))
+        strategy = resolve(spec)
         if session is None and sessions.lost():
             raise NoClusterError(sessions.lost())
         if session is None:
             options = StartOptions(**strategy.start_options())
+            if not options.tasks:
+                devices = plan_devices(options.n, options.devices, oversubscribe=options.oversubscribe)
+                check_replicas(only, len(devices))
             print(f"No cluster is running: starting {_described(options)}.", flush=True)
             session = self._start(options)
         strategy.check_cluster()

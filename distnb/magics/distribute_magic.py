@@ -114,7 +114,7 @@ class DistributeMagic(ast.NodeTransformer):
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             with presented():
                 profile = profile_folder(request.profile) if request.profile else None
-                session = self._ensure(request.spec)
+                session = self._ensure(request.spec, request.only)
                 self._names(request)
                 watched = {"only": request.only, "detailed": request.timeline, "profile": profile}
                 try:
@@ -125,7 +125,7 @@ class DistributeMagic(ast.NodeTransformer):
 
     def run_in_scope(self, source: str, spec: StrategySpec, filename: str, function: UsersFunction | None) -> None:
         """Run a `with strategy.scope():` block of an ordinary cell, or of a function in one, on the replicas."""
-        self._front.name_cell(spec.kind)
+        self._front.name_cell(spec.kind, whole=False)
         self._run(self._ensure(), source, spec, filename, in_scope=True, function=function)
 
     def _run(self, session: Session, source: str, spec: StrategySpec, filename: str, **how: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import IPython
+from IPython.core.error import UsageError
 
 from distnb.compat.ipython_internals import show_lines
 from distnb.errors import DistnbError, ProgramError
@@ -29,6 +32,8 @@ _HANDLE = (
     "body of `with strategy.scope():`, or in a function that strategy.run calls. strategy.local_results(handle)[0] is "
     "a copy of it.)"
 )
+_MAGIC = re.compile(r"magic (?:function )?`%{1,2}(\w+)`", re.IGNORECASE)
+_MAGICS = {"distribute": "%%distribute", "distnb": "%distnb", "autodistribute": "%autodistribute"}
 
 
 def show_plainly(shell: InteractiveShell) -> None:
@@ -75,6 +80,7 @@ def _show(
         shell.showtraceback((kind, error, traceback), tb_offset=tb_offset, running_compiled_code=True)
         return None
     _note_handles(error)
+    _name_magic(error)
     with with_frames(error, _shown):
         shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset, running_compiled_code=True)
     sys.last_traceback = traceback  # for %tb, which shows all frames
@@ -87,6 +93,14 @@ def _note_handles(error: BaseException) -> None:
         word = next((kind.__name__ for kind in HANDLES if kind.__name__ in str(error)), "")
         if word and _HANDLE.format(word) not in getattr(error, "__notes__", ()):
             error.add_note(_HANDLE.format(word))
+
+
+def _name_magic(error: BaseException) -> None:
+    """Add to IPython's error for a misspelt magic the one of distnb's that was probably meant."""
+    found = _MAGIC.search(str(error)) if isinstance(error, UsageError) else None
+    similar = difflib.get_close_matches(found[1], _MAGICS, 1) if found else []
+    if similar:
+        error.args = (f"{str(error).rstrip('.')}. Did you mean {_MAGICS[similar[0]]}?",)
 
 
 def _shown(error: BaseException) -> Sequence[TracebackType]:

@@ -31,6 +31,7 @@ __all__ = [
     "lost",
     "machines",
     "require",
+    "settled",
     "start",
     "start_with",
     "stop",
@@ -45,6 +46,21 @@ _lock = threading.RLock()
 def current() -> Session | None:
     """Return the running session, or None."""
     return _session if _session is not None and _session.alive else None
+
+
+def settled(on_wait: Callable[[], None]) -> Session | None:
+    """Return the running session, or None, once no other thread is starting or stopping engines.
+
+    Args:
+        on_wait: Called once if another thread is.
+    """
+    if not _lock.acquire(blocking=False):
+        on_wait()
+        _lock.acquire()
+    try:
+        return current()
+    finally:
+        _lock.release()
 
 
 def require() -> Session:

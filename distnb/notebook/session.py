@@ -33,6 +33,7 @@ from distnb.notebook.remote_dataset import RemoteIterator
 from distnb.notebook.reports import process_text, stacks_text
 from distnb.notebook.resizing import Resized, Resizing, checked_size
 from distnb.notebook.session_part import SessionPart
+from distnb.notebook.teams import check_replicas
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.options import StrategySpec
@@ -450,8 +451,7 @@ class Session:
             self.finish_calls()  # the cell reads the effects of earlier calls
             team = self.team(spec)
             self._engines.teams.used.add(spec)
-            if only and max(only) >= team.size:
-                raise OptionError(f"There is no replica {max(only)}: the program's are 0 to {team.size - 1}.")
+            check_replicas(only, team.size)
             self._dispatch.require_ready(team.engines)
             program = self._dispatch.number()
             self.failure = None

@@ -16,7 +16,7 @@ from distnb.options import StrategySpec
 from distnb.strategies import class_of
 from distnb.topology import Device, Team
 
-__all__ = ["Teams", "choose_engines"]
+__all__ = ["Teams", "check_replicas", "choose_engines"]
 
 _logger = logging.getLogger("distnb.notebook")
 
@@ -171,3 +171,12 @@ def _note_of_missing(spec: StrategySpec, alive: Mapping[int, Device], ended: Col
         f"distnb: engine{'s' * (len(ended) > 1)} {gone} ended; this runs on {len(alive)} "
         f"replica{'s' * (len(alive) > 1)}. %distnb restart --missing starts a replacement."
     )
+
+
+def check_replicas(only: Sequence[int] | None, size: int) -> None:
+    """Raise OptionError if a program of `size` replicas lacks one of the replicas that shall run it."""
+    if only and max(only) >= size:
+        raise OptionError(
+            f"There is no replica {max(only)}: the program's are 0 to {size - 1}. --replicas names replicas by number; "
+            "-n sets how many there are."
+        )

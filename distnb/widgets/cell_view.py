@@ -69,6 +69,7 @@ class CellView:
 
     Attributes:
         written: The text that each replica wrote, unmerged; limited to the end of a very long text.
+        has_old_replicas: True if the cluster of its replicas has ended.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class CellView:
         self.model = LiveModel(counted_before=counted_before, devices=devices, name=name, history=history)
         self.written: dict[int, str] = {}
         self.quiet = False
+        self.has_old_replicas = False
         self._name = f"distnb-{uuid.uuid4().hex[:12]}"
         self._make_view = make_view
         self._replicas = replicas

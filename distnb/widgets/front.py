@@ -110,6 +110,8 @@ class Front:
             self._session, self._unsubscribe = session, lambda: None
             boundary = session.latest_program if session is not None else 0
             self._cells = deque((boundary, view) for _, view in self._cells)
+            for _, view in self._cells:
+                view.has_old_replicas = bool(view.model.rows or view.model.closures)
         if session is not None:
             self._unsubscribe = session.events.subscribe(self._enqueue)
             self._note_engines(session)
@@ -206,10 +208,10 @@ class Front:
                 self._events.write(view.model.runs.values())
             self._events.flush()
 
-    def name_cell(self, title: str) -> None:
-        """Set the name of the cell's strategy."""
+    def name_cell(self, title: str, *, whole: bool = True) -> None:
+        """Set the name of the cell's strategy, and whether the whole cell runs under it."""
         if self._current is not None:
-            self._current.model.title = title
+            self._current.model.title, self._current.model.is_distributed = title, whole
 
     def draw(self, *, each_wait: bool, run: str, quiet: bool) -> None:
         """Set the options of the running cell's view.

@@ -8,7 +8,10 @@ import { element } from './dom';
 import { icon } from './icon';
 import { IMark, KernelLink } from './kernel';
 
+/** The magics that run the rest of their cell as a cell, and so may precede %%distribute; and any other cell magic. */
+const PRECEDING = /^(?:\s*%%(?:time|timeit|capture|prun)\b.*(?:\n|$))*\s*/;
 const MAGIC = /^%%distribute(?:[ \t]+(\S+))?/;
+const OTHER_MAGIC = /^%%(?!distribute\b)/;
 const STRATEGIES = [
   'default',
   'one_device',
@@ -20,18 +23,25 @@ const STRATEGIES = [
   'tpu'
 ];
 
+/** Return the lines with magics that may precede %%distribute, and the rest of a cell's source. */
+function divided(source: string): [string, string] {
+  const above = PRECEDING.exec(source)![0];
+  return [above && !above.endsWith('\n') ? `${above}\n` : above, source.slice(above.length)];
+}
+
 /** Return the strategy's name in a cell's magic line, "" if it is missing, or null for an ordinary cell. */
 export function strategyOf(source: string): string | null {
-  const found = MAGIC.exec(source);
+  const found = MAGIC.exec(divided(source)[1]);
   return found && (found[1] ?? '');
 }
 
 /** Return a cell's source with another strategy and the same options, or without the magic line if `word` is null. */
 export function withStrategy(source: string, word: string | null): string {
+  const [above, rest] = divided(source);
   if (word === null) {
-    return source.replace(/^%%distribute.*\n?/, '');
+    return above + rest.replace(/^%%distribute.*\n?/, '');
   }
-  return MAGIC.test(source) ? source.replace(MAGIC, `%%distribute ${word}`) : `%%distribute ${word}\n${source}`;
+  return above + (MAGIC.test(rest) ? rest.replace(MAGIC, `%%distribute ${word}`) : `%%distribute ${word}\n${rest}`);
 }
 
 /** Mark the distributed cells of a notebook while it is open. */
@@ -94,7 +104,9 @@ function savedState(model: ICellModel): string {
 }
 
 function markCell(cell: Cell, mark: IMark | undefined): void {
-  const word = cell.model.type === 'code' ? strategyOf(cell.model.sharedModel.getSource()) : null;
+  // A cell under %autodistribute has no magic line.
+  const own = cell.model.type === 'code' ? strategyOf(cell.model.sharedModel.getSource()) : null;
+  const word = own ?? (mark?.distributed ? mark.title : null);
   const badge = cell.node.querySelector('.distnb-mark');
   if (word === null) {
     badge?.remove();
@@ -154,11 +166,12 @@ export class StrategyPicker extends Widget {
     if (this._cell.isDisposed) {
       return;
     }
-    const word = strategyOf(this._cell.model.sharedModel.getSource());
+    const source = this._cell.model.sharedModel.getSource();
+    const word = strategyOf(source);
     const notebook = this._tracker.find(panel => panel.content.widgets.includes(this._cell));
     const kernel = notebook?.sessionContext.session?.kernel;
     const known = word !== null || Boolean(kernel && KernelLink.of(kernel).snapshot);
-    this.setHidden(this._cell.model.type !== 'code' || !known);
+    this.setHidden(this._cell.model.type !== 'code' || !known || OTHER_MAGIC.test(divided(source)[1]));
     if (this._drawn === word) {
       return; // replacing the options would close an open list
     }

@@ -24,6 +24,8 @@ export interface IMark {
   title: string;
   state: string;
   replicas: string[];
+  /** True if the whole cell runs under the strategy. */
+  distributed: boolean;
 }
 
 /** The parts of a cell's status line, for example "mirrored", "2 replicas", "running" and ["12.3 s", "step 120"]. */

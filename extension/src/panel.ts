@@ -87,6 +87,9 @@ export class ReplicasPanel extends SidePanel {
     this._cluster.hidden = snapshot === null;
     this._error.textContent = this._failure || snapshot?.error || '';
     const engines = snapshot?.engines ?? null;
+    if (snapshot && !engines) {
+      this._stacks.textContent = ''; // of a cluster that has ended
+    }
     const busy = Boolean(snapshot?.doing);
     this._buttons.start.enabled = snapshot !== null && !busy && engines === null;
     this._count.disabled = !this._buttons.start.enabled;

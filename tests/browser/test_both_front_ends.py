@@ -137,6 +137,8 @@ def test_the_stop_button_ends_a_cell_and_the_next_cell_works(chrome: Any, front_
 
 
 SOURCE = "index => window.jupyterapp.shell.currentWidget.content.widgets[index].model.sharedModel.getSource()"
+WRITE = """([index, source]) =>
+    window.jupyterapp.shell.currentWidget.content.widgets[index].model.sharedModel.setSource(source)"""
 
 
 # Notebook 7 places the panel differently; the tests above use it in JupyterLab.
@@ -182,6 +184,19 @@ def test_the_extensions_panel_follows_and_ends_a_cell_and_survives_a_reload(chro
         assert notebook.page.evaluate(SOURCE, 2) == "%%distribute central_storage\n6 * 7"
         picker.select_option("")
         assert notebook.page.evaluate(SOURCE, 2) == "6 * 7"
+        notebook.page.evaluate(WRITE, [2, "%%time\n6 * 7"])
+        picker.select_option("mirrored")
+        assert notebook.page.evaluate(SOURCE, 2) == "%%time\n%%distribute mirrored\n6 * 7"
+        third = notebook.page.locator(".jp-Notebook .jp-Cell").nth(2).locator(".distnb-mark")
+        notebook.see(lambda: third.inner_text().startswith("mirrored · "))
+        notebook.page.evaluate(WRITE, [2, "%%bash\nls"])
+        notebook.see(lambda: picker.count() == 0 or not picker.is_visible())
+
+        notebook.page.evaluate(WRITE, [2, "%autodistribute mirrored"])
+        notebook.run(2)
+        notebook.page.evaluate(WRITE, [2, "# replay: lines\nx"])
+        notebook.run(2)
+        notebook.see(lambda: third.count() == 1 and third.inner_text() == "mirrored · 2 replicas · ended")
         assert not [error for error in errors if "distnb" in error], errors
 
 

@@ -131,6 +131,28 @@ def test_a_page_and_a_terminal_show_and_end_a_hanging_cell(notebook: Notebook) -
     assert "idle" in terminal(notebook, "stacks").stdout
 
 
+def test_a_cell_waits_for_engines_that_a_page_starts_and_new_engines_have_no_old_failure() -> None:
+    with Notebook() as notebook, new_page(notebook) as page:
+        notebook.run("import distnb")
+        assert page.request("start", n=2) == {}
+        next(each for each in page.snapshots() if each["doing"])
+        ran = notebook.run("%%distribute mirrored\nprint(strategy.num_replicas_in_sync)", timeout_s=LIMIT_S)
+        assert ran.stdout.endswith("[0-1] 2\n")
+
+        notebook.run("%autodistribute mirrored")
+        ran = notebook.try_run("if distnb.replica_id() == 1: raise ValueError('boom')")
+        assert ran.error_name == "ValueError"
+        state = page.request("snapshot")["snapshot"]
+        assert (state["engines"][1]["kind"], state["head"]["state"]) == ("error", "failed")
+        assert page.request("start", n=2) == {}
+        assert "is running already" in next(each for each in page.snapshots() if each["error"])["error"]
+        notebook.run("%distnb stop")
+        notebook.run("%distnb start -n 3", timeout_s=LIMIT_S)
+        state = page.request("snapshot")["snapshot"]
+        assert [engine["kind"] for engine in state["engines"]] == ["idle"] * 3
+        assert (state["head"], state["error"]) == (None, "")
+
+
 def test_engines_can_be_ended_and_started_from_a_page_while_cells_run() -> None:
     with Notebook() as notebook, new_page(notebook) as page:
         notebook.run("import distnb, time")

@@ -291,12 +291,29 @@ def test_a_cell_that_calls_the_magic_keeps_its_lines_in_tracebacks(
     assert re.search(r"-> \S*3\S* .*raise", text), text
 
 
-def test_a_time_magic_around_a_cell_works(shell: InteractiveShell, session: ReplaySession) -> None:
-    result, text = run(shell, "%%time\n%%distribute mirrored\n# replay: lines\n")
+@pytest.mark.parametrize(
+    ("magics", "shown"),
+    [
+        ("%%time", "Wall time"),
+        ("%%timeit -n 1 -r 1", "per loop"),
+        ("%%prun", "[0-1] hello"),
+        ("%%capture captured", "[0-1] hello"),
+        ("%%time\n%%capture captured", "Wall time"),
+    ],
+)
+@pytest.mark.parametrize("word", ["mirrored", "default"])
+def test_magics_that_run_a_cell_may_precede(
+    shell: InteractiveShell, session: ReplaySession, magics: str, shown: str, word: str
+) -> None:
+    shown = shown if word == "mirrored" else shown.replace("[0-1] ", "")
+    result, text = run(shell, f"{magics}\n%%distribute {word}\n# replay: lines\nprint('hello')")
     assert result.success
-    assert "[0-1] hello" in text
-    assert "Wall time" in text
-    assert session.cells[0][0].split("\n")[:3] == ["", "# %%distribute mirrored", "# replay: lines"]
+    captured = shell.user_ns["captured"].stdout if "captured" in magics else ""
+    assert shown in text + captured
+    assert "hello" in (captured if "captured" in magics else text)
+    if word == "mirrored":
+        above = magics.count("\n") + 1
+        assert session.cells[0][0].split("\n")[above - 1 : above + 2] == ["", "# %%distribute mirrored", "# replay: lines"]
 
 
 def test_output_appears_before_the_error(shell: InteractiveShell, session: ReplaySession) -> None:
@@ -321,6 +338,29 @@ def test_a_cell_without_a_cluster_starts_one_and_reports_it(
     assert "No cluster is running: starting one with 2 engines." in text
     assert asked == [(2, None)]
     assert "[0-1] hello" in text
+
+
+def test_replicas_that_the_cluster_would_lack_are_refused_before_it_starts(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "start_with", lambda *_, **__: pytest.fail("a cluster was started"))
+    for options in ("--replicas 5", "-n 3 --replicas 0,3", "--devices cpu:0,cpu:1 --replicas 2-3"):
+        assert "There is no replica" in error_of(shell, f"%%distribute mirrored {options}\n1")
+
+
+def test_misspelt_magics_are_named(shell: InteractiveShell) -> None:
+    for magic, meant in {
+        "%%distributed": "%%distribute",
+        "%%distirbute": "%%distribute",
+        "%distributed": "%%distribute",
+        "%%distnb": "%distnb",
+        "%distbn": "%distnb",
+        "%%autodistribute": "%autodistribute",
+        "%autodistributed": "%autodistribute",
+    }.items():
+        for end in ("", "\n") if magic.startswith("%%") else ("",):
+            assert error_of(shell, f"{magic} mirrored\n1{end}").endswith(f"Did you mean {meant}?")
+    assert "Did you mean" not in error_of(shell, "%%nothing\n1")
 
 
 def test_nested_cell_magics_are_refused_by_name(shell: InteractiveShell, session: ReplaySession) -> None:

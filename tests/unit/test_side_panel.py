@@ -67,6 +67,7 @@ def test_states_of_engines_follow_replicas_and_processes() -> None:
         "title": "mirrored",
         "state": "failed",
         "replicas": ["0 on cpu:0: ended", "1 on cpu:1: failed"],
+        "distributed": False,
     }
     assert mark_of(LiveModel()) is None, "an ordinary cell has none"
 

@@ -110,6 +110,7 @@ class LiveModel:
         history: The runs of earlier cells. This cell's runs are added to it.
 
     Attributes:
+        is_distributed: True if the whole cell runs under the strategy.
         runs: The runs of this cell, in the order in which they began.
         run_name: The run of values that are recorded without a run's name; "" for the cell's own.
         epochs: The training steps of this cell before each iteration over the training data, and its number.
@@ -129,6 +130,7 @@ class LiveModel:
         history: History | None = None,
     ) -> None:
         self.title = title
+        self.is_distributed = False
         self.runs: dict[str, Run] = {}
         self.history = history or History()
         self.epochs: dict[int, int] = {}

@@ -25,6 +25,7 @@ from distnb.notebook.views.live_model import LiveModel
 from distnb.widgets.panel.snapshot import mark_of, snapshot
 
 if TYPE_CHECKING:
+    from distnb.notebook.session import Session
     from distnb.widgets.cell_view import CellView
     from distnb.widgets.front import Front
     from distnb.wire.messages import TelemetrySample
@@ -58,6 +59,7 @@ class SidePanel:
         self._marks: dict[str, dict[str, Any]] = {}  # by cell
         self._doing = ""  # the progress of a start or a stop, in words
         self._error = ""  # the reason why the latest start or stop failed
+        self._error_of: Session | None = None  # the cluster at that time
         self._acting = threading.Lock()
         self._published: dict[str, Any] = {}
         self._has_printed_error = False
@@ -95,12 +97,14 @@ class SidePanel:
 
     def state(self) -> dict[str, Any]:
         """Return the complete snapshot. Any thread may call this."""
-        return {**self._front.read(self._draw), "doing": self._doing, "error": self._error}
+        error = self._error if self._error_of is compose.current() else ""
+        return {**self._front.read(self._draw), "doing": self._doing, "error": error}
 
     def _draw(self, views: list[CellView], samples: Mapping[int, TelemetrySample]) -> dict[str, Any]:
         for view in views:
             self._mark(view)
-        shown = next((view for view in reversed(views) if view.model.rows or view.model.closures), None)
+        latest = (view for view in reversed(views) if not view.has_old_replicas)
+        shown = next((view for view in latest if view.model.rows or view.model.closures), None)
         model: LiveModel | None = shown.model if shown else None
         state = snapshot(compose.current(), model, samples, time.monotonic())
         return {**state, "cell": shown.publisher.cell_id if shown else "", "cells": dict(self._marks)}
@@ -163,7 +167,7 @@ class SidePanel:
             try:
                 action()
             except Exception as error:  # noqa: BLE001  (the page shows any error to the user)
-                self._error = str(error) or type(error).__name__
+                self._error, self._error_of = str(error) or type(error).__name__, compose.current()
             finally:
                 self._doing = ""
                 self._acting.release()

@@ -57,7 +57,7 @@ def snapshot(
 def mark_of(model: LiveModel) -> dict[str, Any] | None:
     """Return a cell's mark: its strategy, its state, and the states of its replicas; None for an ordinary cell.
 
-    Many replicas are listed by state.
+    Many replicas are listed by state. `distributed` is true if the whole cell runs under the strategy.
     """
     if not (model.title or model.rows):
         return None
@@ -68,7 +68,12 @@ def mark_of(model: LiveModel) -> dict[str, Any] | None:
         for replica, row in model.rows.items():
             states.setdefault(row.state, []).append(replica)
         rows = [f"{', '.join(ranges(replicas))}: {state}" for state, replicas in states.items()]
-    return {"title": model.title, "state": model.state, "replicas": rows}
+    return {
+        "title": model.title,
+        "state": model.state,
+        "replicas": rows,
+        "distributed": model.is_distributed,
+    }
 
 
 def _engines(
