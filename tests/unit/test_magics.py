@@ -313,7 +313,11 @@ def test_magics_that_run_a_cell_may_precede(
     assert "hello" in (captured if "captured" in magics else text)
     if word == "mirrored":
         above = magics.count("\n") + 1
-        assert session.cells[0][0].split("\n")[above - 1 : above + 2] == ["", "# %%distribute mirrored", "# replay: lines"]
+        assert session.cells[0][0].split("\n")[above - 1 : above + 2] == [
+            "",
+            "# %%distribute mirrored",
+            "# replay: lines",
+        ]
 
 
 def test_output_appears_before_the_error(shell: InteractiveShell, session: ReplaySession) -> None:

@@ -104,13 +104,15 @@ def test_the_package_names_no_url() -> None:
     assert "urls" not in PROJECT
 
 
-def test_the_quick_start_is_the_readmes_cell() -> None:
-    """Check that the README's program is the notebook's, so that the tests run it."""
+def test_the_readmes_cells_are_the_quick_starts() -> None:
+    """Check that the README's first cells are the first ones of the notebook that it opens."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text(encoding="utf-8"))
-    sources = ["".join(cell["source"]) for cell in notebook["cells"]]
-    (shown,) = re.findall(r"```python\n(%%distribute.*?)```", readme, flags=re.DOTALL)
-    assert any(shown.strip() in source for source in sources)
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    section = readme.partition("## Quick start")[2].partition("\n## ")[0]
+    shown = "".join(re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL))
+    assert "%%distribute" in shown
+    assert "\n".join([*cells, ""]).startswith(shown)
 
 
 def test_the_built_extension_matches_its_sources() -> None:
