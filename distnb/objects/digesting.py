@@ -539,6 +539,12 @@ class _PlainDtypes(dict[Any, str | None]):
 
 _PLAIN_DTYPES = _PlainDtypes()
 
+
+def _ended() -> weakref.ref[Any]:
+    """Return a weak reference to an object that no longer exists."""
+    return weakref.ref(type("Ended", (), {})())
+
+
 _RULES: dict[type, Callable[[Any, Any], Any]] = {
     types.FunctionType: lambda pickler, obj: pickler.function(obj),
     types.CellType: lambda pickler, obj: definitions.reduce_cell(obj),
@@ -553,7 +559,7 @@ _RULES: dict[type, Callable[[Any, Any], Any]] = {
         definitions.NAMED_TYPES, lambda pickler, obj: definitions.reduce_named_type(obj, pickler.side.classes)
     ),
     **dict.fromkeys(definitions.TYPE_ALIASES, lambda pickler, obj: definitions.reduce_type_alias(obj)),
-    weakref.ref: lambda pickler, obj: (weakref.ref, (obj(),)),
+    weakref.ref: lambda pickler, obj: (weakref.ref, (found,)) if (found := obj()) is not None else (_ended, ()),
     memoryview: lambda pickler, obj: pickler.window(obj),
     MemoryBlock: lambda pickler, obj: pickler.memory(obj),
     ByOpener: lambda pickler, obj: obj.name,

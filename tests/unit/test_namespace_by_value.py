@@ -251,6 +251,15 @@ def test_values_of_other_kinds_are_sent_by_value(world: DoubleWorld) -> None:
 # -- state of each process ---------------------------------------------------------------------------------------------
 
 
+def test_a_weak_reference_to_an_object_that_has_ended_can_be_sent(world: DoubleWorld) -> None:
+    run_all(world, [ordinary("import weakref\nclass Ended: pass\nold = [weakref.ref(Ended())]")])
+    run_all(
+        world,
+        [distributed("none = old[0]() is None\nold.append(1)"), ordinary("assert old[0]() is None and old[1] == 1")],
+    )
+    assert world.notebook.user_ns["none"] is True
+
+
 def test_standard_streams_are_those_of_the_process(world: DoubleWorld) -> None:
     text = "same = out[0] is sys.stdout and out[1] is sys.stderr"
     run_all(world, [ordinary("import sys\nout = [sys.stdout, sys.stderr]"), distributed(text)])
