@@ -245,6 +245,11 @@ class CellView:
         if self._view is not None:
             self._view.finish(now)
 
+    @property
+    def is_needed(self) -> bool:
+        """True if a page may still request the live view."""
+        return self._view is not None and self._view.is_needed
+
     def close(self) -> None:
         """Free the live view. Its last picture stays in the notebook."""
         if self._view is not None:

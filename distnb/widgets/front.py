@@ -50,6 +50,7 @@ Result = TypeVar("Result")
 _TICK_S = 0.05
 _EVENTS_S = 1.0
 _KEPT_CELLS = 3
+_KEPT_VIEWS = 20  # the most views of earlier cells that stay open for pages which have not shown their final state
 
 
 class Front:
@@ -78,6 +79,7 @@ class Front:
         self._lock = threading.RLock()
         # Each cell with the number of the last program before it. The latest cell is the last.
         self._cells: deque[tuple[int, CellView]] = deque()
+        self._open: list[CellView] = []  # earlier cells with a view that a page may still need
         self._of_output: CellView | None = None  # the latest cell with output of a replica
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -186,7 +188,11 @@ class Front:
             self._cells.append((boundary, view))
             while len(self._cells) > _KEPT_CELLS:
                 # Close a widget late: a slow browser would lose its view if it were closed immediately.
-                self._cells.popleft()[1].close()
+                self._open.append(self._cells.popleft()[1])
+            unneeded = [view for view in self._open if not view.is_needed] + self._open[:-_KEPT_VIEWS]
+            for view in dict.fromkeys(unneeded):
+                self._open.remove(view)
+                view.close()
             self.busy = True
         self.on_news()
 

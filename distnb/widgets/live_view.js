@@ -401,7 +401,6 @@ export default () => {
       restored = model.get("above") !== "";
       const { points, ...curves } = model.get("curves");
       lines.receive(curves, points);
-      if (restored) model.send({ restored: true });
       model.on("msg:custom", (content, buffers) => {
         lines.receive(content, buffers[0]);
         views.forEach((redraw) => redraw());
@@ -464,6 +463,8 @@ export default () => {
       views.add(changed);
       schedule();
       return () => {
+        // A picture replaces the widget at the cell's end. A restored widget has no picture.
+        if (model.get("ended") && !restored) model.send({ replaced: true });
         size.disconnect();
         views.delete(changed);
         model.off("change:above", changed);

@@ -31,8 +31,13 @@ class LiveView:
     def finish(self, now: float) -> None:
         """Draw the final state, which stays in the notebook."""
 
+    @property
+    def is_needed(self) -> bool:
+        """True if a page may still request the view, although the cell has ended."""
+        return False
+
     def close(self) -> None:
-        """Free the view's resources, once no page shows it any more."""
+        """Free the view's resources."""
 
 
 class PictureView(LiveView):

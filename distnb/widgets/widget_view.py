@@ -48,30 +48,32 @@ class LiveWidget(anywidget.AnyWidget):
         above, below: The HTML above and below the charts; empty at first.
         curves: All points, as one message (see `WidgetView.message`), for a page that requests the whole state.
         written: The end of the cell's text output, once the cell has ended.
-        adopted: True if a page that was reloaded while the cell ran shows the widget. In that
-            page, no picture replaces the widget when the cell ends, so the widget must stay open.
+        ended: True if the cell has ended.
+        is_needed: False once a page has replaced the widget by the picture of the ended cell. A page that was closed or
+            reloaded meanwhile receives no picture, and requests the widget.
     """
 
-    adopted = False
+    is_needed = True
 
     _esm: ClassVar[str] = resources.files("distnb.widgets").joinpath("live_view.js").read_text(encoding="utf-8")
     above = traitlets.Unicode().tag(sync=True)
     below = traitlets.Unicode().tag(sync=True)
     written = traitlets.Unicode().tag(sync=True)
+    ended = traitlets.Bool(False).tag(sync=True)
     curves = traitlets.Any().tag(sync=True, to_json=lambda _, widget: widget.all_curves())
 
     def __init__(self, view: WidgetView, **keywords: Any) -> None:
         self._view = view
         super().__init__(**keywords)
-        self.on_msg(self._adopt)
+        self.on_msg(self._handle_page)
 
     def all_curves(self) -> dict[str, Any]:
         """Return the value of `curves` for a page that requests it."""
         content, points = self._view.message(charts(self._view.model), {})
         return {**content, "points": memoryview(points).cast("B")}
 
-    def _adopt(self, widget: Any, content: Any, buffers: Any) -> None:
-        self.adopted = True
+    def _handle_page(self, widget: Any, content: Any, buffers: Any) -> None:
+        self.is_needed = content != {"replaced": True}
 
 
 class WidgetView(LiveView):
@@ -147,13 +149,17 @@ class WidgetView(LiveView):
             return number
 
     def finish(self, now: float) -> None:
-        self._widget.written = self.publisher.latest
+        with self._widget.hold_sync():
+            self._widget.written, self._widget.ended = self.publisher.latest, True
         self.update(now)
         self.publisher.display(self.name, picture_bundle(self.model, now), {}, update=True)
 
+    @property
+    def is_needed(self) -> bool:
+        return self._widget.is_needed
+
     def close(self) -> None:
-        if not self._widget.adopted:
-            self._widget.close()
+        self._widget.close()
 
 
 def _new_points(line: Line, sent: dict[int, _Sent], number: int) -> list[Point]:

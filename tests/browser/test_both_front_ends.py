@@ -136,6 +136,10 @@ def test_the_stop_button_ends_a_cell_and_the_next_cell_works(chrome: Any, front_
         notebook.see(lambda: lines_of_each(notebook.output(3).inner_text()) == [["fine"], ["fine"]])
 
 
+RUN_FROM = """index => {
+    window.jupyterapp.shell.currentWidget.content.activeCellIndex = index;
+    window.jupyterapp.commands.execute("notebook:run-all-below");
+}"""
 SOURCE = "index => window.jupyterapp.shell.currentWidget.content.widgets[index].model.sharedModel.getSource()"
 WRITE = """([index, source]) =>
     window.jupyterapp.shell.currentWidget.content.widgets[index].model.sharedModel.setSource(source)"""
@@ -215,3 +219,31 @@ def sees_it_run(notebook: OpenNotebook) -> None:
     cell = notebook.page.locator(".jp-Notebook .jp-Cell[data-distnb=running]")
     assert cell.locator(".distnb-mark").inner_text() == "mirrored · 2 replicas · running"
     assert cell.locator(".distnb-mark").get_attribute("title").startswith("replica 0 on cpu:0: running\nreplica 1")
+
+
+@IN_LAB
+def test_a_page_that_missed_a_cells_end_shows_the_view_later(chrome: Any, front_end: Server) -> None:
+    gone = "import time, pathlib\nwhile not pathlib.Path('.gone').exists():\n    time.sleep(0.01)"
+    train = "%%distribute mirrored\n# replay: train 0.5"
+    front_end.write("missed.ipynb", [SETUP, train, train, gone, *["6 * 7"] * 5, "pathlib.Path('.done').touch()"])
+    with OpenNotebook(chrome, front_end, "missed.ipynb") as notebook:
+        notebook.run(0)
+        notebook.run(1)
+        assert notebook.picture(1) > 100
+        with notebook.held():
+            notebook.page.evaluate(RUN_FROM, 2)
+            notebook.output(2).locator(".distnb-live svg").first.wait_for(timeout=60_000)
+            notebook.saved()
+            notebook.page.goto("about:blank")
+        (front_end.notebooks / ".gone").touch()
+        notebook.see((front_end.notebooks / ".done").exists)
+        where = "lab/tree" if front_end.app == "lab" else "notebooks"
+        notebook.page.goto(f"{front_end.url}/{where}/missed.ipynb")
+        notebook.output(2).locator("svg[data-name='loss']").wait_for(timeout=60_000)
+        notebook.see(lambda: "· ended ·" in notebook.output(2).locator(".head").inner_text())
+        assert notebook.picture(1) > 100
+        assert "not found" not in notebook.shown()
+        source = "len(get_ipython()._distnb._front._open), 'views'"
+        notebook.page.evaluate(WRITE, [9, source])
+        notebook.run(9)
+        notebook.see(lambda: "(1, 'views')" in notebook.output(9).inner_text())
