@@ -81,6 +81,7 @@ _TABLE: Final = {
     "transformers.training_args:TrainingArguments.{distributed_state,_n_gpu,accelerator_config}": (
         "Arguments from another process determine the processes again."
     ),
+    "transformers.modeling_utils:PreTrainedModel.save_pretrained": "A sharded model is gathered before it is written.",
     # Jupyter
     "comm:create_comm": "A replica's widgets appear in the notebook.",
     # Python

@@ -457,8 +457,9 @@ class Agent:
             mark = self._namespace.begin(message.source)
             groups.program_began(program)
             if message.only is None or replica in message.only:
-                scope = strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext()
-                with threads_awaited(), scope, profile or nullcontext():
+                strategy = strategies.resolve(message.strategy)
+                scope = strategy.scope() if message.in_scope else nullcontext()
+                with threads_awaited(), strategy.cell(), scope, profile or nullcontext():
                     self._executor.run(message.source, message.filename, message.function)
                     self._namespace.refuse_placeholders(mark)
             self._shell.events.trigger("post_execute")  # figures that were drawn are shown now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from distnb.errors import OptionError, UnknownNameError
@@ -129,6 +129,10 @@ class Strategy:
     def home(self) -> Home:
         """The place of the strategy's variables in this process."""
         return variable_homes.home_on_replicas(self)
+
+    def cell(self) -> AbstractContextManager[None]:
+        """Return a context in which a replica runs a `%%distribute` cell."""
+        return nullcontext()
 
     def make_runtime(self, process: SpmdProcess) -> Spmd:
         """Make the runtime for one replica of several."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
 
 from distnb.errors import OptionError
@@ -91,6 +92,12 @@ class ShardedStrategy(Strategy):
     def check_honoured(self, devices: tuple[str, ...], nccl: bool, workers: tuple[int, ...] = ()) -> None:
         """Raise OptionError for devices that cannot honour the options."""
         check_devices(self.spec, devices)
+
+    def cell(self) -> AbstractContextManager[None]:
+        """Return a context in which a cell gets a notice if it trains what the strategy has not sharded."""
+        from distnb.runtime.fsdp.unsharded_steps import noticing
+
+        return noticing()
 
     def make_runtime(self, process: SpmdProcess) -> Spmd:
         """Make the runtime for one replica, whose modules are sharded."""

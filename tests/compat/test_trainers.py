@@ -35,8 +35,9 @@ class Line(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(model, devices):
-    trainer = pl.Trainer(devices=devices, max_epochs=2, logger=False, enable_checkpointing=False)
+def fit(model, devices, bar=True):
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": bar}
+    trainer = pl.Trainer(devices=devices, max_epochs=2, **options)
     trainer.fit(model, DataLoader(torch.ones(160, 1), batch_size=8))
     return trainer.global_step
 """
@@ -62,6 +63,13 @@ def test_an_interrupted_fit_ends_on_every_replica_and_the_next_one_works(lightni
     assert len(bars) == 1, "a bar is drawn over itself, however many lines it has"
     assert "Epoch 1/1" in bars[0]
     assert "Epoch" not in str(lines_of_each(ran.stdout)[1])
+
+
+def test_a_sharded_cell_says_that_a_trainer_shards_nothing(lightning: Notebook) -> None:
+    cell = "%%distribute {}\nfit(Line(), strategy.num_replicas_in_sync, bar=False)"
+    ran = lightning.run(cell.format("sharded"))
+    assert ran.stderr.count("this cell trains parameters that its ShardedStrategy has not sharded (SGD, ") == 1
+    assert "has not sharded" not in lightning.run(cell.format("mirrored")).stderr
 
 
 def test_trainers_made_for_the_notebooks_one_process_are_refused(lightning: Notebook) -> None:

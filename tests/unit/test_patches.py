@@ -180,7 +180,7 @@ from distnb.keras import replica_state
 from distnb.notebook.handles import library_guards
 from distnb.objects.code import spawned_processes
 from distnb.runtime.consistency import loader_batches
-from distnb.runtime.fsdp import library_hooks
+from distnb.runtime.fsdp import library_hooks, pretrained_models
 from distnb.runtime.scopes import first_call, metric_binding, sync_batch_norm
 from transformers import TrainingArguments
 
@@ -210,6 +210,8 @@ replica_state.install()
 library_guards.install()
 library_hooks.install(SimpleNamespace(full_tensor=accept, add_param_group=accept, zero_grad=accept))
 transformers_internals.open_arguments(TrainingArguments)
+importlib.import_module("transformers.modeling_utils")
+pretrained_models.install()
 widget_comms.install(0, None, shell)
 unattended.install(shell, SimpleNamespace(input=accept, getpass=accept), accept)
 

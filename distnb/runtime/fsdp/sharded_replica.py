@@ -17,7 +17,7 @@ from distnb.collectives.verify import callsite
 from distnb.errors import ContextError, OptionError
 from distnb.runtime import contexts
 from distnb.runtime.base import Owner
-from distnb.runtime.fsdp import library_hooks
+from distnb.runtime.fsdp import library_hooks, pretrained_models
 from distnb.runtime.fsdp.construction import Construction, in_constructor
 from distnb.runtime.fsdp.parts import is_whole, part_of
 from distnb.runtime.fsdp.passes import ShardedPasses
@@ -46,6 +46,7 @@ class _ShardedRegistration(Registration):
 
     def _prepare(self, roots: Sequence[torch.nn.Module]) -> None:
         foreign_libraries.prepare()  # the scope may have imported a library
+        pretrained_models.install()
         found = [(root, foreign_libraries.modules_in(root)) for root in roots]
         self.sharded.shard([root for root, wrapped in found if wrapped is None])
         layers = [(root, wrapped) for root, wrapped in found if wrapped is not None]
