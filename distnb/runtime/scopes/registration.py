@@ -495,7 +495,7 @@ def same_everywhere(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     ordered = sorted(one_each.items(), key=lambda each: _counts_in(each[0][1]))
     return [
         (
-            f"{before}{re.sub(r'_[0-9]+(?=/)', '', '/'.join(path.split('/')[-2:]))} {number}" if of_keras else before,
+            f"{before}{re.sub(r'_[0-9]+(?=/|$)', '', '/'.join(path.split('/')[-2:]))} {number}" if of_keras else before,
             value,
         )
         for number, ((before, path, _), (of_keras, value)) in enumerate(ordered)

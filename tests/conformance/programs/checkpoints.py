@@ -10,7 +10,7 @@ from tests.conformance.prelude import mse, pause, rows, strategy, train, whole
 from tests.conformance.program import program
 
 
-@program(cases={name: {"optimizer_name": name} for name in ("SGD", "Adam", "Adagrad")})
+@program(cases={name: {"optimizer_name": name} for name in ("SGD", "Adam")})
 def a_model_and_its_optimizer(optimizer_name):
     with strategy.scope():
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))

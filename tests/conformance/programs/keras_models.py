@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import distnb
-from tests.conformance.prelude import rows, strategy, train
+from tests.conformance.prelude import pause, rows, strategy, train
 from tests.conformance.program import Refusal, program
 
 os.environ["KERAS_BACKEND"] = "torch"  # the programs import Keras, which is not loaded to collect tests
@@ -684,3 +684,27 @@ def modules_of_torch(inner):
     kept = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, validation_data=(x[:7], y[:7]), verbose=0).history
     predicted = model.predict(x, batch_size=9, verbose=0)
     return {**numbers({"history": kept, "predicted": predicted}), "weights": weights(model)}
+
+
+@program(**{**_KERAS, "samples": 1})
+def training_that_goes_on():
+    import keras
+
+    def layer(inputs, outputs):
+        return keras.layers.TorchModuleWrapper(torch.nn.Linear(inputs, outputs), output_shape=(None, outputs))
+
+    keras.utils.set_random_seed(18)
+    x, y = data()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), layer(4, 5), keras.layers.Activation("tanh"), layer(5, 3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
+        model.compile(keras.optimizers.Adam(rate), loss, metrics=["accuracy"])
+        model.optimizer.build(model.trainable_variables)
+    kept = {"model": model}
+    pause()
+    model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+    pause()
+    history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, validation_data=(x, y), verbose=0).history
+    counted = {"kept": len(kept), "steps": float(model.optimizer.iterations)}
+    return {"history": numbers(history), "weights": weights(model), **counted}
