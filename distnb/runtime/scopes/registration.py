@@ -49,6 +49,7 @@ _LARGE_NBYTES = 4096
 # distnb's modules that adopt models of other libraries made in a scope. They are loaded only if the library is.
 _ADOPTERS = {("keras", "Model"): "distnb.keras.models"}
 _OF_KERAS = "_torch_params"
+_COUNT = re.compile(r"_[0-9]+(?!\w)")
 _FUNCTIONAL = re.compile(r"\b_functional\.")
 _buffers = WeakIdKeyDictionary()
 
@@ -495,7 +496,7 @@ def same_everywhere(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     ordered = sorted(one_each.items(), key=lambda each: _counts_in(each[0][1]))
     return [
         (
-            f"{before}{re.sub(r'_[0-9]+(?=/|$)', '', '/'.join(path.split('/')[-2:]))} {number}" if of_keras else before,
+            f"{before}{_COUNT.sub('', '/'.join(path.split('/')[-2:]))} {number}" if of_keras else before,
             value,
         )
         for number, ((before, path, _), (of_keras, value)) in enumerate(ordered)
