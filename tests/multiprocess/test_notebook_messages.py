@@ -431,7 +431,7 @@ def test_the_view_counts_training_steps_in_both_kinds_of_cells(notebook: Noteboo
     for text in ("cpu:0", "cpu:1", "inner", "loss", "double", "rate", "accuracy"):
         assert f">{text}<" in html
     pictures = [base64.b64decode(each).decode() for each in re.findall(r"base64,([A-Za-z0-9+/=]+)", html)]
-    ticks = [float(tick) for picture in pictures for tick in re.findall(r'y="187"[^>]*>([\d.]+)<', picture)]
+    ticks = [float(tick) for picture in pictures for tick in re.findall(r'y="177"[^>]*>([\d.]+)<', picture)]
     assert 0 < max(ticks) <= 6
 
 
