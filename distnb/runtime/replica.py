@@ -29,6 +29,7 @@ from distnb.runtime.base import Owner
 from distnb.runtime.call_arguments import BatchNote, check_fits
 from distnb.runtime.central.shared_optimizers import SharedOptimizers
 from distnb.runtime.central.shared_variables import SharedVariables
+from distnb.runtime.consistency import drift
 from distnb.runtime.consistency.agreement import distributed
 from distnb.runtime.consistency.resynchronisation import resynchronise
 from distnb.runtime.consistency.sync_check import assert_in_sync
@@ -97,10 +98,12 @@ class Spmd:
         self._unbind_names: Callable[[], None] = lambda: None
         self._generation: int | None = None
         self._steps_reported = False
+        self._runs = 0
 
     def begin_program(self) -> None:
         """Close what an earlier program left open: an interrupt can arrive as a context begins to exit."""
         self._in_scope = False
+        self._runs = 0
         self._sync.begin_program()
 
     def _make_registration(self) -> Registration:
@@ -248,6 +251,10 @@ class Spmd:
             if self._generation != process.group.generation:
                 self._resynchronise("strategy.run")
             self.take_made()
+            if process.is_script:
+                if drift.is_due(self._runs):
+                    drift.compare(process.group, self.changed_by_hand())
+                self._runs += 1
             return self._run(fn, args, kwargs)
         except BaseException as error:
             process.group.fail_call(error)

@@ -41,6 +41,7 @@ class SpmdProcess:
         group: The team's current process group.
         workers: The number, from 0, of each replica's worker, which is a machine.
         agreement: The agreement of the replicas on the results of `run`.
+        is_script: Whether the process runs a script. In an engine, the notebook compares what a program changed.
     """
 
     def __init__(self, team: Team, rank: int, device: Device, group: Group) -> None:
@@ -50,6 +51,7 @@ class SpmdProcess:
         self.group = group
         self.workers = _numbered(team.hosts or ("",) * team.size)
         self.agreement = Agreement()
+        self.is_script = False
         self._runtimes: dict[Owner, Spmd] = {}
 
     @property
@@ -197,6 +199,7 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
         store_port=0,
     )
     process = enter(team, group.rank, group.device, group)
+    process.is_script = True
     if group.size > 1:
         # torchrun and `distnb run` number the machines.
         machine = os.environ.get("GROUP_RANK") or socket.gethostname()

@@ -383,7 +383,7 @@ class SyncOnReadVariable(Variable):
                 "components, and each of them would change. Call it in the function that strategy.run calls, or "
                 "assign the new sum."
             )
-        return _share(value, home.num_replicas, self._settings.label)
+        return _part(value, home)
 
     def _is_elsewhere(self) -> bool:
         home = self._strategy.home
@@ -415,17 +415,12 @@ class SyncOnReadVariable(Variable):
         )
 
 
-def _share(value: torch.Tensor, num_replicas: int, label: str) -> torch.Tensor:
-    """Return the share of a sum that each replica stores."""
+def _part(value: torch.Tensor, home: Home) -> torch.Tensor:
+    """Return the part of a sum that this replica stores. Of whole numbers, replica 0 has the remainder, too."""
     if value.is_floating_point() or value.is_complex():
-        return value / num_replicas
-    if bool((value % num_replicas).any()):
-        raise OptionError(
-            f"assign of {label} in cross-replica context: {value.tolist()} is not the sum of {num_replicas} equal "
-            "whole numbers. Make the variable of floating-point numbers, or assign a multiple of "
-            "strategy.num_replicas_in_sync."
-        )
-    return value // num_replicas
+        return value / home.num_replicas
+    part = value // home.num_replicas
+    return part if home.rank else part + value % home.num_replicas
 
 
 def component_of(variable: Variable) -> torch.Tensor:

@@ -149,6 +149,9 @@ class PlainVariable:
     def assign_add(self, value: float) -> None:
         self.value = self.value + value
 
+    def __int__(self) -> int:
+        return int(self.value)
+
     def __float__(self) -> float:
         return float(self.value)
 

@@ -10,7 +10,6 @@ from distnb.checkpoint.states.base import Kind, TensorOutline, described, misfit
 from distnb.checkpoint.stored_tensors import whole
 from distnb.checkpoint.tensor_slices import is_sharded, read_like
 from distnb.runtime.servers.here import servers_here
-from distnb.variables.variable import SyncOnReadVariable
 
 __all__ = ["Tensors"]
 
@@ -29,9 +28,6 @@ class Tensors(Kind):
             return [f"{name}: the checkpoint has {described(saved)}, but the object is a tensor."]
         misfit = misfit_of_tensor(TensorOutline(tuple(value.shape), value.dtype), saved)
         return [f"{name} {misfit}."] if misfit else []
-
-    def may_fail(self, value: Any) -> bool:
-        return isinstance(value, SyncOnReadVariable)  # whole numbers may not divide evenly among the replicas
 
     def restore(self, value: Any, state: Any, name: str) -> None:
         if hasattr(value, "assign"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -14,6 +13,7 @@ from distnb.notebook.dependencies import cure_for_missing
 from distnb.notebook.output.wording import ranges
 from distnb.notebook.programs.outcome import Outcome
 from distnb.objects.placeholder import Placeholder
+from distnb.runtime.consistency.drift import warn_of_differences
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport
 
@@ -277,15 +277,4 @@ def warn_of_drift(outcome: Outcome) -> None:
     if not outcome.ok:
         return
     changed = [reply.changed for _, reply in sorted(outcome.replies.items())]
-    names = dict.fromkeys(name for each in changed for name in each)
-    unlike = [name for name in names if len({each.get(name) for each in changed}) > 1]
-    if not unlike:
-        return
-    more = f" and {len(unlike) - _DRIFTED_SHOWN} more" if len(unlike) > _DRIFTED_SHOWN else ""
-    warnings.warn(
-        f"Mirrored variables differ between replicas since this cell: {', '.join(unlike[:_DRIFTED_SHOWN])}{more}. "
-        "They were changed by hand, with different values on each replica. Let an optimizer step them after "
-        "loss.backward(), or add up the gradients first: distnb.get_replica_context().all_reduce('sum', gradient). "
-        "model.load_state_dict(strategy.broadcast(model.state_dict())) makes them equal again.",
-        stacklevel=3,
-    )
+    warn_of_differences(changed, since="since this cell", stacklevel=4)

@@ -33,12 +33,12 @@ def a_model_and_its_optimizer(optimizer_name):
 
 
 @program(under=("default", "one_device", "mirrored", "multi_worker", "central_storage"))
-def batch_norm_and_a_schedule():
+def a_schedule_and_a_count():
     with strategy.scope():
         model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.0), nn.LayerNorm(4), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        count = distnb.Variable(0.0)
+        count = distnb.Variable(0, synchronization="on_read", aggregation="sum")
     kept = {"model": model, "optimizer": optimizer, "schedule": schedule, "count": count}
 
     def step(batch):
@@ -47,14 +47,15 @@ def batch_norm_and_a_schedule():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        count.assign_add(7 if distnb.replica_id() == 0 else 0)
         return loss.detach()
 
     pause()
-    train(step, rows(8, 3), rows(8, 2, seed=2))
+    train(step, rows(7, 3), rows(7, 2, seed=2))
     strategy.run(schedule.step)
     pause()
     train(step, rows(8, 3, seed=3), rows(8, 2, seed=4))
-    return {"model": whole(model), "kept": len(kept)}
+    return {"model": whole(model), "kept": len(kept), "count": int(count)}
 
 
 @program(under=("default", "one_device", "mirrored", "multi_worker", "central_storage"))
