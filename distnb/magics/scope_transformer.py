@@ -31,7 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
 from distnb.magics.tracebacks import presented
+from distnb.notebook.handles.handle import HANDLES
 from distnb.objects.code.definitions import content_of
+from distnb.objects.placeholder import LOCAL_PREFIX
 from distnb.options import StrategySpec
 from distnb.wire.messages import UsersFunction
 
@@ -45,8 +47,8 @@ RunInScope = Callable[[str, StrategySpec, str, UsersFunction | None], None]
 
 _DISPATCH = "get_ipython()._distnb_scope"
 _IS_REMOTE = "type(_scope_).__name__ == 'StrategyScope' and _scope_.is_remote"
-_GIVEN, _MADE, _BLOCK = "_given_", "_made_", "_block_"
-"""The prefixes of the locals that a block reads and assigns, and the name of the block's function on the replicas."""
+_MADE, _BLOCK = "_made_", "_block_"
+"""The prefix of the locals that a block assigns, and the name of the block's function on the replicas."""
 
 
 class ScopeTransformer(ast.NodeTransformer):
@@ -212,8 +214,8 @@ class ScopeDispatch:
         here = frame.f_locals if frame.f_locals is not user_ns else {}
         for name in names:
             _refuse_captured(here.get(name), frame.f_code, stores)
-        given = {_GIVEN + name: here[name] for name in names if name in here}
-        head = ", ".join(f"{name}={_GIVEN}{name}" for name in names if name in here)
+        given = {LOCAL_PREFIX + name: here[name] for name in names if name in here}
+        head = ", ".join(f"{name}={LOCAL_PREFIX}{name}" for name in names if name in here)
         tail = [f"{indent}global {', '.join(_MADE + name for name in stores)}"] if stores else []
         for name in stores:
             tail += [f"{indent}try:", f"{indent}    {_MADE}{name} = {name}"]
@@ -224,6 +226,8 @@ class ScopeDispatch:
             source = "\n" * (first - 2) + f"def {_BLOCK}({head}):\n{body}"
             code = frame.f_code
             self._send(source, scope, filename, UsersFunction(code.co_qualname, code.co_firstlineno))
+            for name, value in given.items():
+                _refuse_replaced(name.removeprefix(LOCAL_PREFIX), value, user_ns.get(name))
         finally:
             for name in (*given, _BLOCK):
                 user_ns.pop(name, None)
@@ -233,6 +237,18 @@ class ScopeDispatch:
     def _send(self, source: str, scope: Any, filename: str, function: UsersFunction | None) -> None:
         with presented():
             self._run(source, scope.strategy.spec, filename, function)
+
+
+def _refuse_replaced(name: str, before: Any, after: Any) -> None:
+    """Raise ContextError for an object of the function's that the block has changed and that is now on the replicas."""
+    if after is not before and isinstance(after, HANDLES) and not isinstance(before, HANDLES):
+        kind = type(before).__name__
+        raise ContextError(
+            f"The block of `with strategy.scope():` runs on the replicas. It has changed {name!r}, a {kind} that was "
+            "made in the notebook, and what it has put there stays on the replicas, where the notebook's object cannot "
+            f"hold it. Make the whole {kind} in the scope (`with strategy.scope(): model = {kind}(...)`, without a "
+            "scope in its methods), or put the code in a %%distribute cell."
+        )
 
 
 def _refuse_captured(function: Any, around: CodeType, stores: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from distnb.errors import CannotTravelError, DistnbError
 
-__all__ = ["CURE_FOR_MODULES", "Placeholder", "cure_for", "is_unsendable", "label_of", "refusal"]
+__all__ = ["LOCAL_PREFIX", "CURE_FOR_MODULES", "Placeholder", "cure_for", "is_unsendable", "label_of", "refusal"]
 
 CURE_FOR_MODULES = (
     "install it where the engines run. If it is the notebook's own, start the engines with %distnb start --sync, or "
@@ -51,11 +51,15 @@ def cure_for(obj: Any) -> str:
     return next((cure for kinds, cure in _CURES if issubclass(type(obj), kinds)), _ANY_CURE)
 
 
+LOCAL_PREFIX = "_given_"
+"""The prefix of the names under which the locals of a function are sent with a block in it."""
+
+
 def label_of(name: str) -> str:
     """Return the label of a value in messages. "@1" names an argument, "%id" a class, "x#3" an old value of `x`."""
     if name[:1] in ("@", "%", ""):
         return {"@": "An argument of the call", "%": "A class", "": "A value"}[name[:1]]
-    return f"`{name.partition('#')[0]}`"
+    return f"`{name.partition('#')[0].removeprefix(LOCAL_PREFIX)}`"
 
 
 def refusal(label: str, value: Any, culprit: Any, cure: str, why: object = None) -> str:

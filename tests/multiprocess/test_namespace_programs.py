@@ -14,7 +14,7 @@ import torch
 
 from distnb import MirroredStrategy
 from distnb.cluster.start_options import StartOptions
-from distnb.errors import CannotTravelError
+from distnb.errors import CannotTravelError, ContextError
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.notebook.handles.handle import HANDLES
 from distnb.notebook.remote_runtime import Remote
@@ -207,6 +207,8 @@ def test_a_scope_works_in_a_function(world: World, session: Session) -> None:
         "            count = width + 1\n    finally:\n        done = True\n    return model, count, done\n"
         "def twice(strategy):\n    built, *rest = train(strategy, 3)\n"
         "    return built, strategy.run(lambda: built(torch.ones(1, 3)).shape[0]), rest\n"
+        "class Model(nn.Module):\n    def __init__(self, strategy):\n        super().__init__()\n"
+        "        with strategy.scope():\n            self.mlp = nn.Linear(2, 1)\n"
     )
     linecache.cache["<scope cell>"] = (len(text), None, text.splitlines(keepends=True), "<scope cell>")
     tree = ast.fix_missing_locations(ScopeTransformer().visit(ast.parse(text)))
@@ -218,3 +220,5 @@ def test_a_scope_works_in_a_function(world: World, session: Session) -> None:
     assert world.ns["model"] == "global"
     world.there("again, ran_there, rest_there = twice(strategy)")
     assert world.plain("rest_there") == [4, True]
+    with pytest.raises(ContextError, match="changed 'self', a Model that was made in the notebook"):
+        world.ns["Model"](world.ns["strategy"])

@@ -26,7 +26,9 @@ def is_due(runs: int) -> bool:
 
 
 def compare(group: Group, changed: Mapping[str, int]) -> None:
-    """Warn on replica 0 if the replicas have changed parameters by hand differently. Those without a change do not wait.
+    """Warn on replica 0 if the replicas have changed parameters by hand in different ways.
+
+    A replica that has changed none does not communicate.
 
     Args:
         group: The replicas.
