@@ -464,7 +464,13 @@ def _reduce_dispatching_tensor(pickler: Digester, tensor: Any) -> Any:
     have no memory of their own, and keep their class.
     """
     plain = on_accelerator(tensor) and type(tensor.detach().new_empty(0, device="cpu")) is sys.modules["torch"].Tensor
-    return _reduce_tensor(pickler, tensor) if plain else pickler.instance(tensor)
+    if plain:
+        return _reduce_tensor(pickler, tensor)
+    reference = pickler.reference(tensor)
+    if reference is not None:
+        return reference
+    # torch warns that a pickle lacks the tensor's hooks. They are attributes, which do not travel.
+    return pickler.instance(tensor.detach() if tensor._backward_hooks else tensor)
 
 
 def _reduce_storage(pickler: Digester, storage: Any) -> Any:

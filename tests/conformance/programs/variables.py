@@ -11,8 +11,10 @@ import distnb
 from tests.conformance.prelude import mse, rows, strategy, train, whole
 from tests.conformance.program import Refusal, program
 
-_NOT_AGGREGATED = Refusal("OptionError", "variables.md", "Without an aggregation, assigning in `run` raises an error")
-_NOT_READABLE = Refusal("ContextError", "variables.md", "and reading it outside raises an error")
+_NOT_AGGREGATED = Refusal(
+    "OptionError", "variables.md", "Without an aggregation, assigning in `run` raises an error", alone=True
+)
+_NOT_READABLE = Refusal("ContextError", "variables.md", "and reading it outside raises an error", alone=True)
 
 
 def _refused(synchronization, aggregation):
