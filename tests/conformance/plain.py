@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.data import DataLoader
 
 from tests.conformance.prelude import TEXT
 from tests.conformance.program import Program
@@ -120,7 +121,11 @@ class PlainStrategy:
     def local_results(self, value: Any) -> tuple[Any, ...]:
         return tuple(value) if isinstance(value, Slices) else (value,)
 
-    def distribute_dataset(self, tensors: Any, batch_size: int) -> Iterator[Any]:
+    def distribute_dataset(self, tensors: Any, batch_size: int | None = None) -> Any:
+        """Return global batches, or slices of them. The batches of a loader are not cut."""
+        return tensors if isinstance(tensors, DataLoader) else self._batches(tensors, batch_size or len(tensors))
+
+    def _batches(self, tensors: Any, batch_size: int) -> Iterator[Any]:
         first = tensors[0] if isinstance(tensors, tuple) else tensors
         for begin in range(0, len(first), batch_size):
             cut = slice(begin, begin + batch_size)

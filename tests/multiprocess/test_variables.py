@@ -38,56 +38,6 @@ def ranks(program: str, n: int = 2) -> list[Any]:
     return [rank.check().result for rank in ended]
 
 
-_FAILS = None
-_TABLE = {
-    # (component of replica 0, of replica 1, value outside) after assign, assign_add, assign_sub
-    ("ON_WRITE", "SUM"): [(3, 3, 3), (13, 13, 13), (7, 7, 7)],
-    ("ON_WRITE", "MEAN"): [(1.5, 1.5, 1.5), (11.5, 11.5, 11.5), (8.5, 8.5, 8.5)],
-    ("ON_WRITE", "ONLY_FIRST_REPLICA"): [(1, 1, 1), (11, 11, 11), (9, 9, 9)],
-    ("ON_WRITE", "NONE"): [_FAILS, _FAILS, _FAILS],
-    ("ON_READ", "SUM"): [(1, 2, 3), (11, 12, 23), (9, 8, 17)],
-    ("ON_READ", "MEAN"): [(1, 2, 1.5), (11, 12, 11.5), (9, 8, 8.5)],
-    ("ON_READ", "ONLY_FIRST_REPLICA"): [(1, 2, 1), (11, 12, 11), (9, 8, 9)],
-    ("ON_READ", "NONE"): [(1, 2, None), (11, 12, None), (9, 8, None)],
-}
-
-
-def test_variables_support_every_operation_of_the_table() -> None:
-    """Start with 10; the replicas supply 1 and 2."""
-    found = ranks(
-        """
-        for synchronization in ("ON_WRITE", "ON_READ"):
-            for aggregation in ("SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE"):
-                cells = result[synchronization, aggregation] = []
-                for method in ("assign", "assign_add", "assign_sub"):
-                    v = variable(10.0, synchronization=synchronization, aggregation=aggregation)
-
-                    def step():
-                        getattr(v, method)(distnb.replica_id() + 1.0)
-                        return float(v)
-                    if (failed := error(lambda: strategy.run(step))) is not None:
-                        cells.append(failed)
-                        continue
-                    component = []
-                    strategy.run(lambda: component.append(float(v)))
-                    outside = error(lambda: float(v))
-                    cells.append((component[0], float(v) if outside is None else outside))
-        """
-    )
-    for setting, expected in _TABLE.items():
-        for place, cell in enumerate(expected):
-            cells = [rank[setting][place] for rank in found]
-            if cell is _FAILS:
-                assert all(text.startswith("OptionError") and "aggregation='sum'" in text for text in cells), cells
-                continue
-            assert [component for component, _ in cells] == list(cell[:2]), (setting, cells)
-            for _, outside in cells:
-                if cell[2] is None:
-                    assert outside.startswith("ContextError"), outside
-                else:
-                    assert outside == cell[2], (setting, cells)
-
-
 def test_variables_work_across_replicas_and_outside_the_scope() -> None:
     found = ranks(
         """

@@ -45,6 +45,30 @@ class Branches(nn.Module):
         return sum(getattr(self, name)(x).square().sum() for name in uses)
 
 
+@program()
+def a_loader_that_shuffles():
+    """Train for three epochs. The last batch has 4 rows."""
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+
+    def step(batch):
+        x, labels = batch
+        loss = distnb.nn.compute_average_loss(nn.functional.cross_entropy(model(x), labels, reduction="none"))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    data = torch.utils.data.TensorDataset(rows(40, 8), rows(40, 4, seed=2).argmax(1))
+    loader = strategy.distribute_dataset(torch.utils.data.DataLoader(data, batch_size=12, shuffle=True))
+    losses = []
+    for _ in range(3):
+        for batch in loader:
+            losses.append(float(strategy.reduce("sum", strategy.run(step, args=(batch,)), axis=None)))
+    return {"losses": losses, "model": whole(model)}
+
+
 @program(
     by_slices=True,
     cases={uses: {"first": ("left",), "others": tuple(uses.split("+"))} for uses in ("left+right", "right")},

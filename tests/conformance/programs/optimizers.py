@@ -65,6 +65,60 @@ def every_optimizer(make):
     return {"losses": losses, "model": whole(model)}
 
 
+class Normalised(torch.optim.Optimizer):
+    """An optimizer of the user that looks at all of its parameters together, and counts."""
+
+    def __init__(self, params):
+        super().__init__(params, {"steps": 0})
+
+    def step(self):
+        norm = sum(p.grad.square().sum() for group in self.param_groups for p in group["params"]).sqrt()
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                p.data.sub_(0.1 * p.grad / norm)
+                self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that steps another one."""
+
+    def __init__(self, params):
+        super().__init__(params, {"steps": 0})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.5)
+
+    def step(self):
+        before = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.inner.step()
+        for p, old in zip(self.param_groups[0]["params"], before, strict=True):
+            p.data.lerp_(old, 0.5)
+        self.param_groups[0]["steps"] += 1
+
+
+_OWN = Refusal(
+    "OptionError", "sharded.md", "and so does an optimizer of your own, unless its class declares", alone=True
+)
+
+
+@program(cases={kind.__name__: {"kind": kind.__name__} for kind in (Normalised, Lookahead)}, refused={"sharded": _OWN})
+def optimizers_of_the_users(kind):
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = {"Normalised": Normalised, "Lookahead": Lookahead}[kind](model.parameters())
+
+    def step(batch):
+        x, y = batch
+        loss = mse(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    losses = train(step, rows(14, 3), rows(14, 2, seed=2))
+    return {"losses": losses, "model": whole(model), "steps": int(optimizer.state_dict()["param_groups"][0]["steps"])}
+
+
 @program()
 def state_of_an_optimizer():
     with strategy.scope():

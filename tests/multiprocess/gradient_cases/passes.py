@@ -19,26 +19,6 @@ from tests.multiprocess.gradient_cases.replica import Branches, Replica, case, l
 
 
 @case
-def retained_graph(r: Replica) -> None:
-    model, plain = r.make(mlp)
-    for m, x in ((model, r.batch(5)[1]), (plain, r.batch(5)[0])):
-        loss = loss_of(m, x, 5)
-        loss.backward(retain_graph=True)
-        loss.backward()
-    same(model, plain)
-
-
-@case
-def gradient_penalty(r: Replica) -> None:
-    model, plain = r.make(mlp)
-    for m, x in ((model, r.batch(5)[1]), (plain, r.batch(5)[0])):
-        x = x.clone().requires_grad_()
-        (g,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
-        (g.square().sum() / 5).backward()
-    same(model, plain)
-
-
-@case
 def second_order(r: Replica) -> None:
     model, plain = r.make(mlp)
     for m, x, share in ((model, r.batch(5)[1], r.size), (plain, r.batch(5)[0], 1)):
@@ -108,22 +88,6 @@ def inputs_of_a_pass(r: Replica) -> None:
     for m, x in ((model, r.batch(5)[1]), (plain, r.batch(5)[0])):
         loss_of(m, x, 5).backward(inputs=[m[0].weight])
     same(model, plain)
-
-
-@case
-def clipping_and_scaler(r: Replica) -> None:
-    model, plain = r.make(mlp)
-    for m, x in ((model, r.batch(5)[1]), (plain, r.batch(5)[0])):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
-        for _ in range(2):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(m, x, 5)).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-    same(model, plain), same(model, plain, "values")
 
 
 @case

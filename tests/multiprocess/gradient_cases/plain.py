@@ -10,22 +10,6 @@ from tests.multiprocess.gradient_cases.replica import Replica, case, loss_of, ml
 
 
 @case
-def sum_of_gradients(r: Replica) -> None:
-    model, plain = r.make(mlp)
-    for optimizer_type in (torch.optim.SGD, torch.optim.Adam):
-        ours, reference = optimizer_type(model.parameters(), lr=0.1), optimizer_type(plain.parameters(), lr=0.1)
-        for step in range(4):
-            count = 7 + step
-            whole, part = r.batch(count, seed=step)
-            for m, o, x in ((model, ours, part), (plain, reference, whole)):
-                o.zero_grad()
-                loss_of(m, x, count).backward()
-                o.step()
-            same(model, plain)
-        same(model, plain, "values")
-
-
-@case
 def zero_in_place_and_kept_gradients(r: Replica) -> None:
     model, plain = r.make(mlp)
     kept = []
@@ -124,13 +108,3 @@ def no_sync_after_a_synced_pass(r: Replica) -> None:
         loss_of(model, r.batch(5, seed=2)[1], 5).backward()
         loss_of(plain, r.batch(5, seed=2)[0], 5).backward()
         same(model, plain)
-
-
-@case
-def empty_slices(r: Replica) -> None:
-    model, plain = r.make(mlp)
-    whole, part = r.batch(1)
-    assert len(part) == (1 if r.rank == 0 else 0)
-    loss_of(model, part, 1).backward()
-    loss_of(plain, whole, 1).backward()
-    same(model, plain)
