@@ -14,6 +14,7 @@ import torch
 from distnb.checkpoint.stored_tensors import StoredTensor, whole
 from distnb.compat import torch_internals
 from distnb.errors import OptionError
+from distnb.runtime.fsdp.lost_values import require_values
 
 __all__ = ["TensorSlice", "is_sharded", "read_like", "reshard", "slice_of"]
 
@@ -54,9 +55,11 @@ def slice_of(leaf: Any) -> Any:
 
     Raises:
         OptionError: The DTensor is a sum that is not computed yet.
+        StaleHandleError: Its values are lost.
     """
     if not is_sharded(leaf):
         return leaf
+    require_values([leaf], "a tensor to save")
     if any(each.is_partial() for each in leaf.placements):
         raise OptionError(
             f"A checkpoint cannot hold a DTensor with the placements {leaf.placements}: it is a sum that is not "

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from distnb.compat import torch_internals
 from distnb.compat.versions import private_names
 
 with private_names("torch"):
     import torch
     from torch import nn
+    from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -28,6 +30,7 @@ __all__ = [
     "make_gathered",
     "names_of_units",
     "observe",
+    "remove",
     "reset",
     "shards_of",
     "share_hooks",
@@ -42,6 +45,14 @@ def is_fsdps_attribute(name: str) -> bool:
 def is_fsdps_hook(hook: Any) -> bool:
     """Return whether a hook of a module belongs to FSDP."""
     return (getattr(hook, "__module__", "") or "").startswith("torch.distributed.fsdp.")
+
+
+def remove(module: nn.Module) -> None:
+    """Remove FSDP's attributes and class from a module, but not its hooks."""
+    for name in list(filter(is_fsdps_attribute, vars(module))):
+        del vars(module)[name]
+    _module_state_mapping.pop(module, None)
+    module.__class__ = torch_internals.original_class(module)
 
 
 def _groups(module: Any) -> list[Any]:

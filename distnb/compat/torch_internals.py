@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -59,6 +59,7 @@ __all__ = [
     "has_state_hooks",
     "identity_of_storage",
     "is_own_attribute",
+    "is_unplaced",
     "is_view",
     "leaves",
     "local_tensor",
@@ -72,18 +73,21 @@ __all__ = [
     "patch_step",
     "plain_data",
     "pre_hooks",
+    "reduce_module",
     "reduce_parametrized",
     "save_own",
     "replace_local",
     "saved",
     "scale_each",
     "set_backward_function",
+    "shape_and_offset",
     "shape_and_offset_of_shard",
     "shapes_of_outputs",
     "sparse_parts",
     "step_hooks",
     "surround_step",
     "typed_storage",
+    "unplaced_shard",
     "untyped_storage",
     "uses_of_storage",
     "written",
@@ -208,22 +212,49 @@ def replace_local(tensor: Any, by: Any) -> None:
 
 def shape_and_offset_of_shard(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this process's part of a DTensor, and its offset in the whole."""
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    if coordinate is not None and all(_is_cut_in_order(each) for each in tensor.placements):
+    return shape_and_offset(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+
+
+def shape_and_offset(
+    whole: tuple[int, ...], mesh: Any, placements: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this process's part of a tensor that is divided over a mesh, and its offset in the whole."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is not None and all(_is_cut_in_order(each) for each in placements):
         # torch's function, from version 2.13 on, makes a list of all rows of the part.
-        shape, offset = list(tensor.shape), [0] * tensor.dim()
-        for number, placement in enumerate(tensor.placements):
+        shape, offset = list(whole), [0] * len(whole)
+        for number, placement in enumerate(placements):
             if placement.is_shard():
-                whole = shape[placement.dim]
-                each = -(-whole // mesh.size(number))
-                first = min(each * coordinate[number], whole)
-                shape[placement.dim] = min(each, whole - first)
+                rows = shape[placement.dim]
+                each = -(-rows // mesh.size(number))
+                first = min(each * coordinate[number], rows)
+                shape[placement.dim] = min(each, rows - first)
                 offset[placement.dim] += first
         return tuple(shape), tuple(offset)
     with private_names("torch"):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
 
-    return compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    return compute_local_shape_and_global_offset(torch.Size(whole), mesh, placements)
+
+
+_UNPLACED = ("unplaced",)
+
+
+def unplaced_shard(shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any, device_type: str) -> Any:
+    """Return a DTensor of a shape, without memory, on a mesh without processes. `replace_local` gives it a part."""
+    with private_names("torch"):
+        from torch.distributed.device_mesh import DeviceMesh  # slow to import
+        from torch.distributed.tensor import DTensor, Shard
+
+    ranks = torch.zeros(1, dtype=torch.int)
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=_UNPLACED, _init_backend=False, _rank=0)
+    part = torch.empty((0, *shape[1:]), dtype=dtype, device=device_type)
+    return DTensor.from_local(part, mesh, (Shard(0),), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def is_unplaced(tensor: Any) -> bool:
+    """Return whether a DTensor is an `unplaced_shard`."""
+    return bool(tensor.device_mesh.mesh_dim_names == _UNPLACED)
 
 
 def _is_cut_in_order(placement: Any) -> bool:
@@ -365,7 +396,14 @@ def reduce_parametrized(module: Any) -> tuple[Any, ...] | None:
     """
     if not isinstance(module, torch.nn.Module) or not is_parametrized(module):
         return None
-    return _new_object, (type(module).__base__,), dict(vars(module)), None, None, _set_parametrized
+    return reduce_module(type(module), dict(vars(module)))
+
+
+def reduce_module(cls: type, attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the reduction of a module of a class with these attributes."""
+    if "parametrizations" in attributes["_modules"]:
+        return _new_object, (cls.__base__,), attributes, None, None, _set_parametrized
+    return _new_object, (cls,), attributes
 
 
 def _new_object(cls: Any) -> Any:

@@ -272,6 +272,7 @@ class Engines:
         if lost := [engine for engine in replicas if engine in chosen]:
             self.teams.renew()
             self._namespace.engines_replaced(lost, survivors)
+            self._namespace.divide()
 
     # -- another number of engines ---------------------------------------------------------------------------------
 

@@ -123,7 +123,8 @@ class Resizing:
                 "start. Start another cluster: %distnb stop, then %distnb start --devices tpu."
             )
         grown: Grown = engines.teams.grown(_devices(there), _devices([*there, *further])) if further else {}
-        self._namespace.check_change({*broken, *leaving}, grown)
+        strategies = engines.teams.strategies(_devices(there))
+        self._namespace.check_change({*broken, *leaving}, grown, strategies)
         if broken:
             with self._kept(len(whole)):
                 self._settle(there, broken, {})
@@ -135,6 +136,10 @@ class Resizing:
             with self._kept(len(whole)):
                 self._settle(there, leaving, {})
             self._remove(leaving, settled=True)
+        if further or leaving or broken:
+            with self._uninterrupted():
+                self._on_progress("dividing models over the replicas")
+                self._namespace.divide()
         if (further or leaving or broken) and not engines.tasks:  # workers may be busy with closures, for any time
             self._share_cores({each.engine for each in there} - {*leaving})
         if lost := [each.engine for each in [*there, *further] if each.engine not in {*engines.left, *leaving}]:

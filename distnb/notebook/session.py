@@ -708,7 +708,7 @@ class Session:
             ),
             give_up,
             called=True,
-            unstoppable=operation in ("rename", "threads"),
+            unstoppable=operation in ("divide", "rename", "threads"),
         )
 
     def _ask(

@@ -49,6 +49,7 @@ from distnb.values.structure import flatten, map_structure, select, unflatten
 from distnb.variables.variable import SyncOnReadVariable, Variable, component_of
 
 if TYPE_CHECKING:
+    from distnb.runtime.fsdp.sharded_modules import ShardedModules
     from distnb.runtime.spmd import SpmdProcess
 
 __all__ = ["Spmd"]
@@ -199,6 +200,18 @@ class Spmd:
             self._shared.synchronise()
         if self._in_scope:
             self._unbind_names = this_process.note_names()
+
+    def settle(self) -> None:
+        """Prepare for other replicas. All current replicas call this."""
+        self.take_made()
+
+    @property
+    def sharded_modules(self) -> ShardedModules | None:
+        """The sharded modules of a ShardedStrategy."""
+        return None
+
+    def follow_loading(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare an optimizer that was copied from another replica for loading its state."""
 
     def before_optimizer(self) -> None:
         """Prepare for an optimizer of modules that the current scope may have made, on all replicas."""

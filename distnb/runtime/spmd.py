@@ -102,12 +102,13 @@ class SpmdProcess:
         """Return the number of writes to each model's parameters, for all strategies, by the model's description."""
         return {name: number for each in self._runtimes.values() for name, number in each.writes().items()}
 
-    def take_made(self, strategies: Iterable[StrategySpec]) -> None:
-        """Register the objects that scopes of these strategies have made. All replicas call this together."""
+    def settle(self, strategies: Iterable[StrategySpec]) -> None:
+        """Prepare the objects of these strategies for other replicas. All current replicas call this together."""
         runtimes = {strategy.spec: runtime for strategy, runtime in self._runtimes.items()}
-        for spec in strategies:
-            if spec in runtimes:
-                runtimes[spec].take_made()
+        known = self.group.all_gather_object([spec for spec in strategies if spec in runtimes])
+        for spec in known[0]:
+            if all(spec in theirs for theirs in known):
+                runtimes[spec].settle()
 
     def discard_gradients(self) -> None:
         """Set the gradients of all mirrored parameters to None, because the step that made them is repeated."""

@@ -63,20 +63,30 @@ def interruptions() -> list[object]:
 
 
 @pytest.mark.parametrize(("program", "way", "after"), interruptions())
-def test_a_program_continues_on_other_engines(notebook: Notebook, program: str, way: Way, after: int) -> None:
-    """Resize, or kill and replace an engine if as many engines continue."""
+def test_a_program_continues_on_other_engines(
+    notebook: Notebook, tmp_path: Path, program: str, way: Way, after: int
+) -> None:
+    """Resize, or kill and replace an engine if as many engines continue. Lost shards come from a checkpoint."""
     found = named(program)
     resize(notebook, way.replicas)
     make, train, rest = found.parts
     prepare(notebook, found, way)
     notebook.run(cell_of(found, way, make))
     notebook.run(cell_of(found, way, train))
+    folder = str(tmp_path / "saved")
     if after != way.replicas:
         notebook.run(f"%distnb resize {after}")
     else:
+        if way.strategy == "sharded":
+            notebook.run(cell_of(found, way, f"distnb.Checkpoint(**kept).write({folder!r})"))
         notebook.run("%%distribute mirrored\nimport os\npid = os.getpid()")
         os.kill(notebook.value("pid.values[1]"), signal.SIGKILL)
         notebook.run("%distnb restart --missing")
+        if way.strategy == "sharded":
+            lost = notebook.try_run(cell_of(found, way, rest))
+            assert lost.error_name == "StaleHandleError", lost.traceback
+            assert "distnb.Checkpoint(model=model, optimizer=optimizer).restore(path)" in lost.error_text
+            notebook.run(cell_of(found, way, f"distnb.Checkpoint(**kept).restore({folder!r})"))
     judge(found, way, outcome_of(notebook, found, cell_of(found, way, rest)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -24,8 +25,9 @@ from distnb.runtime.inspection.inspecting import inspect
 from distnb.runtime.scopes.mirrored_objects import is_divided, read_together
 from distnb.runtime.scopes.replica_parts import hand_over, is_part
 from distnb.runtime.this_process import this_process
+from distnb.strategies.base import resolve
 from distnb.values import DistributedValues
-from distnb.wire.exchange import Described, Leaf, Request, Settlement, Summary, follow
+from distnb.wire.exchange import Described, Leaf, Request, Settlement, Summary, TeamKey, follow
 from distnb.wire.messages import Apply, ObjectId
 from distnb.wire.value_facts import Inspected
 
@@ -67,6 +69,8 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         return None
     if message.operation == "settle":
         return _settle(namespace, message.payload)
+    if message.operation == "divide":
+        return _divide(namespace, message.payload)
     if message.operation == "writes":
         return this_process.replica.writes() if this_process.replica is not None else {}
     request: Request = message.payload
@@ -181,31 +185,48 @@ def _copies(namespace: EngineNamespace, objects: EngineObjects, request: Request
 
 def _export(
     namespace: EngineNamespace, objects: EngineObjects, request: Request
-) -> tuple[Packed, tuple[ObjectId, ...], bytes]:
+) -> tuple[Packed, tuple[ObjectId, ...], bytes, bool]:
     """Pack what the replicas have in common, for new engines: objects with their ids, and random states.
 
     The objects are those of mirrored handles, and those that hold mirrored objects or datasets. An object that cannot
-    be packed becomes a placeholder.
+    be packed becomes a placeholder. Shards are packed without values.
+
+    Returns:
+        The pack, the ids, the random states, and whether there are shards.
     """
     parts = {
         identity: within
         for identity, obj in objects.owned.items()
         if identity not in request.left_out and not isinstance(obj, DistributedDataParallel)
-        if not _holds_shards(within := list(common_parts(obj)))
+        if not _has_fixed_shards(within := list(common_parts(obj)))
     }
     wanted = [identity for identity, within in parts.items() if within or identity in request.targets]
     values = {
         str(place): (objects.owned[identity], [(part, origin_of(part)) for _, part in parts[identity]])
         for place, identity in enumerate(wanted)
     }
-    with sent_to_new_replicas():
+    divided = [part for within in parts.values() for _, part in within if is_divided(part)]
+    with sent_to_new_replicas(), _shards_sent(divided):
         pack = namespace.teams.copies().pack_loose(values, apart=True)
-    return pack, tuple(wanted), randomness.captured()
+    return pack, tuple(wanted), randomness.captured(), bool(divided)
 
 
-def _holds_shards(parts: list[tuple[str, Any]]) -> bool:
-    """Return whether the common parts of an object include shards, which only their own replica has."""
-    return any(is_divided(part) for _, part in parts)
+def _shards_sent(divided: list[Any]) -> AbstractContextManager[None]:
+    if not divided:
+        return nullcontext()
+    from distnb.runtime.fsdp import resharding  # loads FSDP
+
+    return resharding.sent(divided)
+
+
+def _has_fixed_shards(parts: list[tuple[str, Any]]) -> bool:
+    """Return whether the common parts of an object include shards that cannot be divided over other replicas."""
+    divided = [part for _, part in parts if is_divided(part)]
+    if not divided:
+        return False
+    from distnb.runtime.fsdp import resharding  # loads FSDP
+
+    return not all(map(resharding.is_movable, divided))
 
 
 def _deal_again(objects: EngineObjects) -> None:
@@ -216,28 +237,60 @@ def _deal_again(objects: EngineObjects) -> None:
                 part.deal_again()
 
 
-def _settle(namespace: EngineNamespace, settlement: Settlement) -> tuple[ObjectId, ...]:
-    """Prepare for another number of replicas, and return the ids of the objects that the replicas have in common.
+def _settle(namespace: EngineNamespace, settlement: Settlement) -> tuple[tuple[ObjectId, ...], bool]:
+    """Prepare for another number of replicas.
 
-    Register what scopes have made, and hand over the parts of common values. They are taken over when the group is
-    renamed, since the change may still be given up. All replicas call this.
+    Register what scopes have made, hand over the parts of common values, and gather shards. They are taken over when
+    the group is renamed, and divided again after that, since the change may still be given up. All replicas call this.
+
+    Returns:
+        The ids of the objects that the replicas have in common, and whether there are shards.
     """
     process = this_process.replica
     assert process is not None, "an engine runs this as a replica"
-    process.take_made(settlement.strategies)
+    process.settle(settlement.strategies)
     objects = namespace.teams.of(settlement.team)
     common: list[ObjectId] = []
     parts: dict[str, Any] = {}
     known: set[int] = set()
     for identity in sorted(objects.owned):
         within = list(common_parts(objects.owned[identity], with_archived=True))
-        common += [identity] if within and not _holds_shards(within) else []
+        common += [identity] if within and not _has_fixed_shards(within) else []
         for path, part in within:
             if is_part(part) and id(part) not in known:
                 known.add(id(part))
                 parts[f"{identity}{path}"] = part
     objects.take_over = hand_over(process.group, parts, settlement.leaving)
-    return tuple(common)
+    divided = _divided_in(objects)
+    has_shards = any(process.group.all_gather_object(bool(divided)))
+    if has_shards:
+        from distnb.runtime.fsdp import resharding  # loads FSDP
+
+        heir = min(rank for rank in range(process.size) if rank not in settlement.leaving)
+        objects.gathered = resharding.gather(process.group, divided, heir)
+    return tuple(common), has_shards
+
+
+def _divided_in(objects: EngineObjects) -> dict[str, Any]:
+    """Return the objects of which this replica holds shards, by names that are equal on all replicas."""
+    return {
+        f"{identity}{path}": part
+        for identity in sorted(objects.owned)
+        if not _has_fixed_shards(within := list(common_parts(objects.owned[identity], with_archived=True)))
+        for path, part in within
+        if is_divided(part)
+    }
+
+
+def _divide(namespace: EngineNamespace, team: TeamKey) -> None:
+    """Divide shards over the replicas of a team that has changed. All replicas call this."""
+    from distnb.runtime.fsdp import resharding  # loads FSDP
+
+    process = this_process.replica
+    assert process is not None, "an engine runs this as a replica"
+    objects = namespace.teams.of(team)
+    gathered, objects.gathered = objects.gathered, {}
+    resharding.divide(process, _divided_in(objects), gathered, resolve)
 
 
 def _import(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> ObjectId | None:

@@ -128,8 +128,9 @@ class RemoteState:
         if self.divided and self.gone and not self.tracked.ended:
             ended = ", ".join(map(str, sorted(self.gone)))
             raise StaleHandleError(
-                f"{self.label} ({self.type_name}) has lost the shards of engine {ended}, which ended or left. Rerun "
-                "the cell that created it, and restore a checkpoint: distnb.Checkpoint(...).restore(path)."
+                f"{self.label} ({self.type_name}) has lost the shards of engine {ended}, which ended or left. Replace "
+                "the engine (%distnb restart --missing), and restore a checkpoint: "
+                "distnb.Checkpoint(model=model, optimizer=optimizer).restore(path)."
             )
         lost = self.lost if self.gone else set()
         left = sorted({*self.facts, *self.local} - lost)

@@ -177,16 +177,21 @@ class HandleOperations:
             with contextlib.suppress(EngineDied):
                 self._perform((engine,), "threads", (0, ""), sharing)
 
-    def settle(
-        self, tracked: TrackedObjects, leaving: Sequence[int], strategies: Sequence[StrategySpec]
-    ) -> frozenset[ObjectId]:
+    def settle(self, tracked: TrackedObjects, leaving: Sequence[int], strategies: Sequence[StrategySpec]) -> None:
         """Prepare a team for replicas that leave it, or for new ones. A `rename` with `takes_over` follows.
 
-        Return the ids of the objects that the replicas have in common.
+        Note the objects that the replicas have in common, and whether there are shards.
         """
         self.before()
         settlement = Settlement(team=tracked.key, leaving=tuple(leaving), strategies=tuple(strategies))
-        return frozenset(next(iter(self._perform(tracked.key.engines, "settle", (0, ""), settlement).values())))
+        replies = self._perform(tracked.key.engines, "settle", (0, ""), settlement)
+        common, tracked.has_shards = next(iter(replies.values()))
+        tracked.common = frozenset(common)
+
+    def divide(self, tracked: TrackedObjects) -> None:
+        """Divide the shards of a team over its engines again."""
+        self._perform(tracked.key.engines, "divide", (0, ""), tracked.key)
+        self.changes += 1
 
     def name_of(self, state: RemoteState) -> str:
         """Return a name of the notebook that is bound to a handle of this state; "" if there is none."""
@@ -346,12 +351,13 @@ class HandleOperations:
         while True:
             snapshot, (replica,) = self._snapshot_with(tracked, (survivor,))
             request = Request(snapshot=snapshot, answers=(replica,), targets=mirrored, left_out=left_out)
-            pack, exported, random = self._transfer(tracked, "export", (0, ""), request)[replica]
+            pack, exported, random, has_shards = self._transfer(tracked, "export", (0, ""), request)[replica]
             snapshot, replicas = self._snapshot_with(tracked, new)
             request = Request(snapshot=snapshot, answers=replicas, targets=exported, pack=pack, random=random)
             answers = self._transfer(tracked, "import", (0, ""), request).values()
             unopened = {each for each in answers if each is not None}
             if not unopened:
+                tracked.has_shards = tracked.has_shards or has_shards
                 return set(exported)
             left_out += tuple(unopened)
 

@@ -214,13 +214,15 @@ class NotebookNamespace:
         if names := self._teams.names(unlike):
             self._announce(f"distnb: the new replicas do not have {names}, which cannot be copied.")
 
-    def check_change(self, leaving: Collection[int], grown: Grown) -> None:
-        """Check that a change of the cluster's engines keeps objects of different strategies apart.
+    def divide(self) -> None:
+        """Divide the shards of models over the engines that strategies have now, after their engines have changed."""
+        self._teams.divide()
 
-        Raises:
-            OptionError: It would not.
-        """
-        self._teams.check_change(leaving, grown)
+    def check_change(
+        self, leaving: Collection[int], grown: Grown, strategies: Mapping[tuple[int, ...], Sequence[StrategySpec]]
+    ) -> None:
+        """Check that the objects permit a change of the cluster's engines. See `TrackedTeams.check_change`."""
+        self._teams.check_change(leaving, grown, strategies)
 
     def settle(
         self, leaving: Collection[int], grown: Grown, strategies: Mapping[tuple[int, ...], Sequence[StrategySpec]]

@@ -93,6 +93,7 @@ class TrackedObjects:
         modes_set_by: The serial of the snapshot whose program changed a mode last, by mode.
         ended: Whether the engines were restarted, stopped or left to another notebook.
         common: The ids of objects that the replicas have in common, as of the latest change of the engines.
+        has_shards: Whether shards are to be divided again, since the engines have changed.
         sources: The hashes of the texts that the engines have, by file name.
         modules: The state of the notebook's modules that the engines know.
         module_files: The digests of the files of local modules that the engines have.
@@ -109,6 +110,7 @@ class TrackedObjects:
         self.modes_set_by: dict[str, int] = {}
         self.ended = False
         self.common: frozenset[ObjectId] = frozenset()
+        self.has_shards = False
         self.sources: dict[str, int] = {}
         self.modules: dict[str, Reloads] = {}
         self.module_files: Mapping[str, bytes] = {}

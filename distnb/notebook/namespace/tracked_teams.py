@@ -171,11 +171,22 @@ class TrackedTeams:
 
     # -- another number of engines -------------------------------------------------------------------------------------
 
-    def check_change(self, leaving: Collection[int], grown: Grown) -> None:
-        """Check that a change of the engines keeps all teams apart.
+    def check_change(
+        self,
+        leaving: Collection[int],
+        grown: Grown,
+        strategies: Mapping[tuple[int, ...], Sequence[StrategySpec]],
+    ) -> None:
+        """Check that a change of the engines keeps all teams apart, and that their models can be divided.
+
+        Args:
+            leaving: The engines that leave the cluster.
+            grown: See `engines_replaced`.
+            strategies: The strategies that run on the whole of each team.
 
         Raises:
-            OptionError: Two teams with objects would consist of the same engines.
+            OptionError: Two teams with objects would consist of the same engines, or a number of replicas cannot be
+                divided into groups that hold a whole model.
         """
         targets: dict[tuple[int, ...], TrackedObjects] = {}
         for tracked in filter(TrackedObjects.handles, self):
@@ -189,6 +200,14 @@ class TrackedTeams:
                     "model`)."
                 )
             targets[target] = tracked
+            divided = [handle for handle in tracked.handles() if state_of_handle(handle).divided]
+            per_group = [spec.option("replicas_per_group", 1) for spec in strategies.get(whole, ())]
+            if divided and (unfit := [each for each in per_group if len(target) % each]):
+                raise OptionError(
+                    f"{len(target)} replicas cannot be divided into groups of {unfit[0]}, which "
+                    f"replicas_per_group={unfit[0]} asks for, and {self.names(divided) or 'unnamed objects'} would be "
+                    "lost. Give another size, or delete these objects first (`del model`)."
+                )
 
     def settle(
         self,
@@ -209,7 +228,15 @@ class TrackedTeams:
             gone = [replica for replica, engine in enumerate(tracked.key.engines) if engine in leaving]
             changes = tracked.key.whole in grown or not leaving_set.isdisjoint(tracked.key.whole)
             if changes and len(gone) < tracked.size:
-                tracked.common = self._operations.settle(tracked, gone, strategies.get(tracked.key.whole, ()))
+                self._operations.settle(tracked, gone, strategies.get(tracked.key.whole, ()))
+
+    def divide(self) -> None:
+        """Divide the shards of the teams whose engines have changed again."""
+        for tracked in self:
+            has_shards, tracked.has_shards = tracked.has_shards, False
+            if has_shards and not tracked.ended:
+                self.drop_dead_engines(tracked)
+                self._operations.divide(tracked)
 
     def engines_removed(self, engines: Iterable[int], *, settled: bool) -> str:
         """Note engines that leave the cluster, and return the names of the values that are lost with them.

@@ -211,6 +211,7 @@ def restore_names(engines: Engines, namespace: NotebookNamespace, ask: Ask, late
         change_kind(found, mirrored=each.mirrored)
     if empty:
         namespace.engines_replaced(empty, states.keys() - empty)
+        namespace.divide()
     return _sorted_names(namespace.user_ns, before, saved)
 
 

@@ -18,6 +18,7 @@ from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import ContextError
 from distnb.runtime import contexts
 from distnb.runtime.fsdp.initial_values import is_filled
+from distnb.runtime.fsdp.lost_values import lost_error, require_values
 from distnb.runtime.fsdp.parts import local_part
 from distnb.values.structure import flatten, map_structure
 
@@ -56,6 +57,11 @@ class ForwardPasses:
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_forward_hook(_after_forward, always_call=True)
 
+    @property
+    def models(self) -> list[Any]:
+        """The sharded models."""
+        return list(self._groups)
+
     def has_all_parts(self, root: Any) -> bool:
         """Return whether the replicas that hold the shards of a model are the current ones."""
         return self._groups.get(root) is self._group().process_group
@@ -70,12 +76,10 @@ class ForwardPasses:
             )
         if root in self._unfilled:
             self._require_values(root)
+        model = f"this {torch_internals.original_class(root).__name__}"
         if not self.has_all_parts(root):
-            raise ContextError(
-                f"This {torch_internals.original_class(root).__name__} was sharded over other replicas: the cluster "
-                "was resized, or the program runs on other engines. Its shards on the engines that left are lost. Make "
-                "the model again in the scope, and restore a checkpoint."
-            )
+            raise lost_error(model, divided=False)
+        require_values(root.parameters(), model)
         name, value = fsdp_internals.adopt_changes(root)
         if isinstance(value, set):
             raise ContextError(

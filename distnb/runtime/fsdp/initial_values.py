@@ -23,7 +23,7 @@ from distnb.runtime.reduction.gathering import broadcast_tree
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
 
-__all__ = ["InitialValues", "blank", "complete", "is_filled"]
+__all__ = ["InitialValues", "blank", "complete", "is_filled", "receive_whole"]
 
 
 class InitialValues:
@@ -67,18 +67,7 @@ class InitialValues:
         if id(parameter) in self._unmade:
             return None
         own = parameter.detach()
-        return self._received(own) if id(parameter) in self._sent else own
-
-    def _received(self, whole: torch.Tensor) -> torch.Tensor:
-        if self._group.size == 1:
-            return whole
-        device = torch_device(self._group.device)
-        if self._group.rank == 0:
-            whole = whole.to(device).contiguous()
-        else:
-            whole = torch.empty(whole.shape, dtype=whole.dtype, device=device)
-        self._group.broadcast(whole, 0)
-        return whole
+        return receive_whole(self._group, own) if id(parameter) in self._sent else own
 
     def reset(self, module: torch.nn.Module, unmade: Mapping[int, Callable[[torch.Tensor], None]]) -> None:
         """Have the modules in a module initialise their own parameters on the meta device, one module at a time.
@@ -123,7 +112,7 @@ class InitialValues:
         for key, each in own.items():
             if id(each) in filled:
                 continue  # a tied parameter has the values of its first module
-            whole = self._received(made[key].detach())  # type: ignore[union-attr]
+            whole = receive_whole(self._group, made[key].detach())  # type: ignore[union-attr]
             if is_filled(whole):
                 filled.add(id(each))
                 unmade[id(each)](whole)
@@ -132,6 +121,19 @@ class InitialValues:
         """Set the random states that replicas share to replica 0's."""
         if self._group.size > 1 and self.are_drawn_apart:
             randomness.share(self._group)
+
+
+def receive_whole(group: Group, whole: torch.Tensor, source: int = 0) -> torch.Tensor:
+    """Return a tensor of one replica, whose shape and dtype the others pass. All replicas call this."""
+    if group.size == 1:
+        return whole
+    device = torch_device(group.device)
+    if group.rank == source:
+        whole = whole.to(device).contiguous()
+    else:
+        whole = torch.empty(whole.shape, dtype=whole.dtype, device=device)
+    group.broadcast(whole, source)
+    return whole
 
 
 def complete(

@@ -26,6 +26,7 @@ from distnb.collectives.gradients.replica_comparison import find_unlike
 from distnb.collectives.verify import callsite
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import GradientError, UnsyncedGradientError
+from distnb.runtime.fsdp.lost_values import require_values
 from distnb.runtime.fsdp.parts import is_whole, local_part, part_of
 from distnb.runtime.fsdp.whole_copies import holds_shards
 
@@ -83,7 +84,13 @@ class ShardedPasses:
         self.roots.add(root)
         self._numbers[root] = next(self._count)
         self._synced[root] = True
+        self._sync.listen()  # before this listener on all replicas, also on new ones, which have opened no scope
         BACKWARD_PASSES.listen(self)
+
+    def forget(self, root: Any) -> None:
+        """Forget a model whose shards are about to be divided over other replicas."""
+        self.roots.discard(root)
+        self._in_graphs.clear()
 
     def observe(self, unit: Any) -> None:
         """Observe the gradients of a unit."""
@@ -266,15 +273,20 @@ class ShardedPasses:
         """Check and divide gradients that a program has assigned, and check that none is from under `no_sync` only.
 
         Raises:
+            StaleHandleError: The values of parameters, or of the optimizer's state, are lost.
             UnsyncedGradientError: There are gradients of this replica alone.
         """
+        kind = type(optimizer).__name__
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        require_values(parameters, f"the parameters of this {kind}")
+        states = (value for each in parameters for value in optimizer.state.get(each, {}).values())
+        require_values(states, f"the state of this {kind}")
         whole = [parameter for parameter in parameters if is_whole(parameter.grad, parameter)]
         unknown = [parameter for parameter in whole if parameter.grad not in AGGREGATED]
         is_checked = unknown and self._in_replica() and self._group().size > 1
         if is_checked and find_unlike(self._group(), [parameter.grad for parameter in unknown]):
             raise UnsyncedGradientError(
-                f"{type(optimizer).__name__}.step() on gradients of {len(unknown)} sharded parameters that were "
+                f"{kind}.step() on gradients of {len(unknown)} sharded parameters that were "
                 "assigned by hand, never aggregated over the replicas, and differ: each replica would step with other "
                 f"ones. The first has shape {list(unknown[0].shape)}. Aggregate them first: parameter.grad = "
                 "distnb.get_replica_context().all_reduce(distnb.ReduceOp.SUM, gradient)."
@@ -287,7 +299,7 @@ class ShardedPasses:
             if fsdp_internals.has_local_gradients(root, _numbers(optimizer)):
                 model = torch_internals.original_class(root).__name__
                 raise UnsyncedGradientError(
-                    f"{type(optimizer).__name__}.step() on gradients of {model} that were never aggregated over the "
+                    f"{kind}.step() on gradients of {model} that were never aggregated over the "
                     "replicas: so far they come from backward passes under no_sync() only. Run the last backward pass "
                     "before each optimizer step outside no_sync()."
                 )
@@ -296,6 +308,15 @@ class ShardedPasses:
         """Discard gradients of an owner's shards that were made under `no_sync` and are not reduced yet."""
         for root in self._with_local_gradients():
             fsdp_internals.discard_local_gradients(root, _numbers(owner))
+
+    def require_reduced(self) -> None:
+        """Raise UnsyncedGradientError if a model has gradients that are not reduced yet."""
+        if roots := self._with_local_gradients():
+            raise UnsyncedGradientError(
+                f"{torch_internals.original_class(roots[0]).__name__} has gradients from backward passes under "
+                "no_sync() that were not aggregated yet, and the number of replicas is about to change. Finish the "
+                "step first, or call model.zero_grad()."
+            )
 
     def _with_local_gradients(self) -> list[Any]:
         """Return the models that have gradients which are not reduced yet. Without `no_sync` this costs nothing."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +31,14 @@ from distnb.options import StrategySpec
 from distnb.runtime.fsdp.construction import Construction
 from distnb.runtime.fsdp.forward_passes import ForwardPasses
 from distnb.runtime.fsdp.initial_values import InitialValues, blank, complete
+from distnb.runtime.fsdp.lost_values import require_values
+from distnb.runtime.fsdp.meshes import note_mesh
 from distnb.runtime.fsdp.parts import fill_part, is_whole, local_part, part_of
 from distnb.runtime.fsdp.passes import ShardedPasses
+from distnb.runtime.fsdp.plain_modules import release
 from distnb.runtime.fsdp.sharding_options import MIN_SIZE, Precision, UnitPredicate
 from distnb.runtime.fsdp.units import forward_roots, split_by_dtype, units_of
-from distnb.runtime.fsdp.whole_copies import copy_module, holds_shards, note_mesh
+from distnb.runtime.fsdp.whole_copies import copy_module, holds_shards
 from distnb.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -82,13 +85,23 @@ class ShardedModules:
             shape: tuple[int, ...] = (group.size,) if per_group == group.size else (group.size // per_group, per_group)
             names = ("replicate", "shard")[-len(shape) :]
             self._mesh = group.process_group, init_device_mesh(group.device.type, shape, mesh_dim_names=names)
-            note_mesh(self._mesh[1])
+            note_mesh(self._mesh[1], self._spec)
         return self._mesh[1]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this replica's shards."""
+        return torch.device("cpu") if self._spec.option("offload") else torch_device(self._group().device)
 
     @property
     def roots(self) -> list[Any]:
         """The models that can be called."""
         return list(self._passes.roots)
+
+    @property
+    def models(self) -> list[Any]:
+        """The models, also those whose shards belong to other replicas."""
+        return self._forwards.models
 
     def owns(self, tensor: object) -> bool:
         """Return whether a tensor is a sharded parameter of this strategy."""
@@ -109,7 +122,7 @@ class ShardedModules:
         """Have torch divide the gradients of operations of shards as the shards, which FSDP expects. Idempotent."""
         for each in self.parameters():
             if each.requires_grad and not hasattr(each, _HAS_HOOK):
-                each.register_hook(unserializable_hook(functools.partial(_divided, each.placements)))
+                each.register_hook(unserializable_hook(functools.partial(_divided, weakref.ref(each))))
                 setattr(each, _HAS_HOOK, True)
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -186,6 +199,24 @@ class ShardedModules:
                 self._shard_root(root, units, divided, values)
         values.finish()
         self._construction.begin()
+
+    def forget_mesh(self) -> None:
+        """Forget the mesh, which is made again when it is needed."""
+        self._mesh = None
+
+    def release(self, root: torch.nn.Module) -> None:
+        """Remove FSDP from a model before its shards are divided over other replicas."""
+        release(root)
+        self._passes.forget(root)
+
+    def shard_again(self, root: torch.nn.Module) -> None:
+        """Shard a model whose shards are divided over the current replicas. All replicas call this."""
+        divided = {id(each) for each in root.parameters() if isinstance(each, DTensor)}
+        for each in root.parameters():
+            if id(each) in divided:
+                setattr(each, _OWNER, self._number)
+        units, _ = self._units_of(root, of_larger=False)
+        self._shard_root(root, units, divided, InitialValues(self._group(), []))
 
     def _is_incomplete(self, module: torch.nn.Module) -> bool:
         """Return whether a module has parameters to divide or to mirror, or a shard of another model."""
@@ -285,8 +316,7 @@ class ShardedModules:
         return made
 
     def _empty_part(self, like: torch.nn.Parameter) -> torch.nn.Parameter:
-        device = torch.device("cpu") if self._spec.option("offload") else torch_device(self._group().device)
-        part = torch.empty_like(like, device=device)
+        part = torch.empty_like(like, device=self.device)
         blank(local_part(part))
         return torch.nn.Parameter(part, requires_grad=like.requires_grad)
 
@@ -303,6 +333,7 @@ class ShardedModules:
                 f"This {torch_internals.original_class(module).__name__} cannot be copied: it was sharded over other "
                 "replicas. Make it again in the scope, and restore a checkpoint."
             )
+        require_values(module.parameters(), f"this {torch_internals.original_class(module).__name__}")
         for each in [shard for shard in module.parameters() if isinstance(shard, DTensor)]:
             copied = torch.nn.Parameter(each.detach().clone(), each.requires_grad)
             setattr(copied, _OWNER, self._number)
@@ -323,9 +354,12 @@ class ShardedModules:
                 state[name] = part_of(state[name], parameter)
 
 
-def _divided(placements: Sequence[Any], gradient: torch.Tensor) -> torch.Tensor:
+def _divided(parameter: weakref.ref[Any], gradient: torch.Tensor) -> torch.Tensor:
     """Return a sharded gradient that is divided like its parameter, and another one as it is."""
-    return gradient.redistribute(placements=placements) if isinstance(gradient, DTensor) else gradient
+    shard = parameter()
+    if shard is None or not isinstance(gradient, DTensor):
+        return gradient
+    return gradient.redistribute(placements=shard.placements)
 
 
 _sharded_by: weakref.WeakKeyDictionary[Any, tuple[ShardedModules, Any]] = weakref.WeakKeyDictionary()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from distnb.runtime import contexts
 from distnb.runtime.base import Owner
 from distnb.runtime.fsdp import library_hooks, pretrained_models
 from distnb.runtime.fsdp.construction import Construction, in_constructor
+from distnb.runtime.fsdp.lost_values import require_values
 from distnb.runtime.fsdp.parts import is_whole, part_of
 from distnb.runtime.fsdp.passes import ShardedPasses
 from distnb.runtime.fsdp.sharded_modules import ShardedModules
@@ -76,6 +78,7 @@ class ShardedSpmd(Spmd):
 
     def __init__(self, process: SpmdProcess, strategy: Owner) -> None:
         self._sharded: ShardedModules
+        self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # see `follow_loading`
         super().__init__(process, strategy)
         register_divided(holds_shards, whole_copies)
         register_optimizer_step_pre_hook(self._before_step)
@@ -127,6 +130,17 @@ class ShardedSpmd(Spmd):
                 "which some replicas have taken and others have not. Restore a checkpoint "
                 "(distnb.Checkpoint(...).restore(path)), or make the model again in the scope."
             )
+
+    @property
+    def sharded_modules(self) -> ShardedModules:
+        """The sharded modules."""
+        return self._sharded
+
+    def settle(self) -> None:
+        """Prepare for other replicas: report shards of different steps, and shard what scopes have made."""
+        self._resynchronise("resize")
+        super().settle()
+        self._passes.require_reduced()
 
     def writes(self) -> dict[str, int]:
         if self._generation != self._process.group.generation:
@@ -184,8 +198,13 @@ class ShardedSpmd(Spmd):
             if not is_elementwise(type(optimizer)) or isinstance(optimizer, torch.optim.SparseAdam):
                 raise not_elementwise(optimizer)
             _require_operations(optimizer)
-            if len(optimizer.param_groups) == 1:
-                optimizer.register_load_state_dict_pre_hook(_divide_state)
+            self.follow_loading(optimizer)
+
+    def follow_loading(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide whole tensors that an optimizer loads. Its hooks do not travel to new replicas."""
+        if optimizer not in self._followed:
+            self._followed.add(optimizer)
+            optimizer.register_load_state_dict_pre_hook(_divide_state)
 
     def _current(self, given: Any) -> Any:
         if isinstance(given, tuple) and len(given) == 2:
@@ -202,6 +221,7 @@ class ShardedSpmd(Spmd):
     ) -> torch.Tensor:
         """Gather a tensor, unless the other replicas do not take part. Its gradients are aggregated over them."""
         contexts.require_all_replicas()
+        require_values([tensor], f"this tensor of shape {list(tensor.shape)}")
         whole = original(tensor, *args, **kwargs)
         if whole.requires_grad and holds_shards(tensor):
             self._sharded.divide_gradients()

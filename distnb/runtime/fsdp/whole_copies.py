@@ -13,29 +13,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distnb.accelerators import device_memory
-from distnb.compat import fsdp_internals, torch_internals
-from distnb.errors import StaleHandleError
+from distnb.compat import torch_internals
+from distnb.runtime.fsdp.lost_values import lost_error, require_values
+from distnb.runtime.fsdp.meshes import strategy_of
+from distnb.runtime.fsdp.plain_modules import plain_attributes
 from distnb.runtime.scopes import foreign_libraries
 from distnb.runtime.this_process import this_process
 
-__all__ = ["copy_module", "holds_shards", "note_mesh", "whole_copies"]
-
-_HOOKS = (
-    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks"),
-    *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
-
-
-_meshes: set[DeviceMesh] = set()
-
-
-def note_mesh(mesh: DeviceMesh) -> None:
-    """Note a mesh over which a strategy shards models."""
-    _meshes.add(mesh)
+__all__ = ["copy_module", "holds_shards", "whole_copies"]
 
 
 def holds_shards(value: Any) -> bool:
@@ -44,7 +32,7 @@ def holds_shards(value: Any) -> bool:
     A program's own DTensors, on a mesh of its own, do not count.
     """
     tensors = [*(foreign_libraries.shards_in(value) or _tensors(value))]
-    return any(isinstance(each, DTensor) and each.device_mesh in _meshes for each in tensors)
+    return any(strategy_of(each) is not None for each in tensors)
 
 
 def whole_copies(*values: Any, gradients: bool = True) -> list[Any]:
@@ -69,12 +57,11 @@ def whole_copies(*values: Any, gradients: bool = True) -> list[Any]:
             continue
         tensors = _tensors(value, gradients)
         sharded = [each for each in tensors if isinstance(each, DTensor) and id(each) not in memo]
+        is_tensor = isinstance(value, torch.Tensor)
+        what = "this tensor" if is_tensor else f"this {torch_internals.original_class(value).__name__}"
         if process is not None and any(each.device_mesh.size() != process.size for each in sharded):
-            raise StaleHandleError(
-                f"Replicas that hold shards of this {torch_internals.original_class(value).__name__} have ended or "
-                "left. Rerun the cell that created it, and restore a checkpoint: "
-                "distnb.Checkpoint(...).restore(path)."
-            )
+            raise lost_error(what, divided=False)
+        require_values(sharded, what)
         _announce(value, sharded)
         for each in sharded:
             memo[id(each)] = _gathered(each, keeps)
@@ -138,16 +125,5 @@ def copy_module(root: torch.nn.Module, memo: dict[int, Any]) -> None:
         memo[id(each)] = cls.__new__(cls)
     for each in modules:
         plain = memo[id(each)]
-        for key, value in vars(each).items():
-            if fsdp_internals.is_fsdps_attribute(key):
-                continue
-            plain.__dict__[key] = copy.deepcopy(_without_hooks(value) if key in _HOOKS else value, memo)
-
-
-def _without_hooks(hooks: Any) -> Any:
-    kept = copy.copy(hooks)
-    for key, hook in hooks.items():
-        function = getattr(hook, "hook", hook)
-        if fsdp_internals.is_fsdps_hook(function) or (getattr(function, "__module__", "") or "").startswith("distnb."):
-            del kept[key]
-    return kept
+        for key, value in plain_attributes(each, "distnb.").items():
+            plain.__dict__[key] = copy.deepcopy(value, memo)
