@@ -12,6 +12,7 @@ import functools
 import inspect
 import io
 import linecache
+import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -322,6 +323,8 @@ def differ(one: Any, other: Any, where: str, seen: frozenset[tuple[int, int]] = 
         return None if alike else f"{where}: {one} and {other}"
     if isinstance(one, torch.Generator):
         return None if torch.equal(one.get_state(), other.get_state()) else f"{where}: other states"
+    if isinstance(one, logging.Logger):  # it refers to all loggers of the process
+        return None if (one.name, one.level) == (other.name, other.level) else f"{where}: {one} and {other}"
     if isinstance(one, numpy.random.Generator):
         return None if one.bit_generator.state == other.bit_generator.state else f"{where}: other states"
     if isinstance(one, types.BuiltinFunctionType):
