@@ -34,7 +34,7 @@ def pretrained_model():
     import transformers
     from safetensors.torch import load_file
 
-    transformers.utils.logging.disable_progress_bar()
+    strategy.run(lambda: transformers.utils.logging.disable_progress_bar())
     folder = distnb.shared_folder("distnb-conformance-")
     sizes = {
         "n_embd": 8,
