@@ -17,8 +17,8 @@ from distnb.collectives.group.eager import always_eager
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import ContextError
 from distnb.runtime import contexts
-from distnb.runtime.fsdp.initial_values import is_filled
-from distnb.runtime.fsdp.lost_values import lost_error, require_values
+from distnb.runtime.fsdp.making.initial_values import is_filled
+from distnb.runtime.fsdp.making.lost_values import lost_error, require_values
 from distnb.runtime.fsdp.parts import local_part
 from distnb.values.structure import flatten, map_structure
 

@@ -26,7 +26,7 @@ from distnb.collectives.gradients.replica_comparison import find_unlike
 from distnb.collectives.verify import callsite
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import GradientError, UnsyncedGradientError
-from distnb.runtime.fsdp.lost_values import require_values
+from distnb.runtime.fsdp.making.lost_values import require_values
 from distnb.runtime.fsdp.parts import is_whole, local_part, part_of
 from distnb.runtime.fsdp.whole_copies import holds_shards
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from distnb.compat import torch_internals
 from distnb.options import StrategySpec
-from distnb.runtime.fsdp.initial_values import receive_whole
-from distnb.runtime.fsdp.lost_values import any_lost, lose
+from distnb.runtime.fsdp.making.initial_values import receive_whole
+from distnb.runtime.fsdp.making.lost_values import any_lost, lose
 from distnb.runtime.fsdp.meshes import note_mesh, strategy_of
 from distnb.runtime.fsdp.parts import fill_part
 from distnb.runtime.fsdp.plain_modules import plain_attributes

@@ -28,10 +28,10 @@ from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import ContextError
 from distnb.options import StrategySpec
-from distnb.runtime.fsdp.construction import Construction
 from distnb.runtime.fsdp.forward_passes import ForwardPasses
-from distnb.runtime.fsdp.initial_values import InitialValues, blank, complete
-from distnb.runtime.fsdp.lost_values import require_values
+from distnb.runtime.fsdp.making.construction import Construction
+from distnb.runtime.fsdp.making.initial_values import InitialValues, blank, complete
+from distnb.runtime.fsdp.making.lost_values import require_values
 from distnb.runtime.fsdp.meshes import note_mesh
 from distnb.runtime.fsdp.parts import fill_part, is_whole, local_part, part_of
 from distnb.runtime.fsdp.passes import ShardedPasses

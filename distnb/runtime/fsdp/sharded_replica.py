@@ -19,8 +19,8 @@ from distnb.errors import ContextError, OptionError
 from distnb.runtime import contexts
 from distnb.runtime.base import Owner
 from distnb.runtime.fsdp import library_hooks, pretrained_models
-from distnb.runtime.fsdp.construction import Construction, in_constructor
-from distnb.runtime.fsdp.lost_values import require_values
+from distnb.runtime.fsdp.making.construction import Construction, in_constructor
+from distnb.runtime.fsdp.making.lost_values import require_values
 from distnb.runtime.fsdp.parts import is_whole, part_of
 from distnb.runtime.fsdp.passes import ShardedPasses
 from distnb.runtime.fsdp.sharded_modules import ShardedModules

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from distnb.accelerators import device_memory
 from distnb.compat import torch_internals
-from distnb.runtime.fsdp.lost_values import lost_error, require_values
+from distnb.runtime.fsdp.making.lost_values import lost_error, require_values
 from distnb.runtime.fsdp.meshes import strategy_of
 from distnb.runtime.fsdp.plain_modules import plain_attributes
 from distnb.runtime.scopes import foreign_libraries

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distnb.compat import torch_internals
 from distnb.errors import StaleHandleError
-from distnb.runtime.fsdp.initial_values import blank, is_filled
+from distnb.runtime.fsdp.making.initial_values import blank, is_filled
 
 __all__ = ["any_lost", "lose", "lost_error", "require_values"]
 

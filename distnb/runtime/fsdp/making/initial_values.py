@@ -16,7 +16,7 @@ import torch
 
 from distnb.accelerators import torch_device
 from distnb.runtime import randomness
-from distnb.runtime.fsdp.transient import TransientTensor
+from distnb.runtime.fsdp.making.transient import TransientTensor
 from distnb.runtime.reduction.equal_values import make_equal, refuse_unlike
 from distnb.runtime.reduction.gathering import broadcast_tree
 

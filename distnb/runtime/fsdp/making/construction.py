@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from distnb.compat import torch_internals
-from distnb.runtime.fsdp.transient import RecentValues, TransientTensor
+from distnb.runtime.fsdp.making.transient import RecentValues, TransientTensor
 
 __all__ = ["Construction", "in_constructor"]
 
