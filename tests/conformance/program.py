@@ -100,6 +100,7 @@ class _Registry:
 
 
 _registry = _Registry()
+_MANY, _SAMPLES = 4, 3
 
 
 def program(
@@ -122,8 +123,10 @@ def program(
     Args:
         under: As in `Program`, like all the others but one.
         cases: The program's cases: the constants of each, by its name. `expected` is called with them as keywords.
-            The refusals of a case may be among its constants, as `refused`.
+            The refusals of a case may be among its constants, as `refused`. Each of many cases has samples only.
     """
+    if samples is None and len(cases or {}) >= _MANY:
+        samples = _SAMPLES
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         source = inspect.getsource(inspect.getmodule(function))  # type: ignore[arg-type]
