@@ -467,7 +467,12 @@ _OF_FIT = {
 }
 
 
-@program(cases={name: {"made": text} for name, text in _OF_FIT.items()}, **{**_KERAS, "tolerance": 2e-4})
+# Not in ordinary cells, where every block of the loop is a program of its own and sends all models made so far.
+@program(
+    cases={name: {"made": text} for name, text in _OF_FIT.items()},
+    **{**_KERAS, "tolerance": 2e-4},
+    modes=("cell", "script"),
+)
 def every_optimizer(made):
     import keras
 
