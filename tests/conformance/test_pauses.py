@@ -49,7 +49,7 @@ def interruptions() -> list[object]:
             for mode_number, mode in enumerate(("cell", "ordinary")):
                 for before, after in ((2, 3), (3, 1), (2, 2)):
                     way = Way(strategy, mode, before)
-                    chosen = (number + turn) % 2 == mode_number
+                    chosen = (number + turn) % 2 == mode_number and not (program.samples and turn % 2)
                     listed.append(
                         pytest.param(
                             program.name,
@@ -97,7 +97,9 @@ def transfers() -> list[object]:
             program.name,
             saves,
             restores,
-            marks=[] if (number + turn + other) % len(SYNCHRONOUS) < 2 else [pytest.mark.soak],
+            marks=[]
+            if (number + turn + other) % len(SYNCHRONOUS) < (1 if program.samples else 2)
+            else [pytest.mark.soak],
             id=f"{program.name}-{saves}-{restores}",
         )
         for number, program in enumerate(PROGRAMS)
