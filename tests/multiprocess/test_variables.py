@@ -188,6 +188,32 @@ def test_a_script_warns_of_changes_by_hand_that_differ() -> None:
     assert [each["alike"] for each in found] == [[], []]
 
 
+def test_a_script_ends_if_only_some_replicas_change_parameters_by_hand() -> None:
+    found = ranks(
+        """
+        from distnb.errors import CollectiveMismatchError
+
+        def step():
+            if me == 1:
+                with torch.no_grad():
+                    model.weight.sub_(1.0)
+            return torch.tensor(me)
+
+        with strategy.scope():
+            model = torch.nn.Linear(1, 1)
+        try:
+            for run in range(4):
+                strategy.reduce("sum", strategy.run(step), axis=None)
+        except CollectiveMismatchError as error:
+            result["run"], result["notes"] = run, getattr(error, "__notes__", [])
+        """
+    )
+    assert [each["run"] for each in found] == [1, 1]
+    [note] = found[1]["notes"]
+    assert "changed by hand, here parameter 0 of Linear" in note
+    assert "Make the same changes on every replica." in note
+
+
 def test_buffers_drift_unless_batch_norm_is_synchronised() -> None:
     found = ranks(
         """
