@@ -19,7 +19,7 @@ _WHERE = {
     "stop": "distnb.notebook.compose",
     "connect": "distnb.notebook.compose",
     "disconnect": "distnb.notebook.compose",
-    "Server": "distnb.cluster.remote.engine_server",
+    "Server": "distnb.machines.engine_server",
     "Cluster": "distnb.notebook.session:Session",
     "errors": "distnb.errors:",
     "nn": "distnb.strategies.nn:",
@@ -42,7 +42,7 @@ _WHERE = {
     "ShardedStrategy": "distnb.strategies.sharded",
     "TPUStrategy": "distnb.strategies.tpu",
     "ParameterServerStrategy": "distnb.strategies.parameter_server",
-    "ShardedVariable": "distnb.runtime.servers.server_variable",
+    "ShardedVariable": "distnb.servers.variables.server_variable",
     "CrossDeviceOps": "distnb.collectives.algorithms.base",
     "NcclAllReduce": "distnb.collectives.algorithms.nccl",
     "HierarchicalCopyAllReduce": "distnb.collectives.algorithms.hierarchical_copy",
@@ -96,7 +96,6 @@ if TYPE_CHECKING:
     from distnb.checkpoint.manager import CheckpointManager as CheckpointManager
     from distnb.checkpoint.manager import latest_checkpoint as latest_checkpoint
     from distnb.checkpoint.weight_loading import load_safetensors as load_safetensors
-    from distnb.cluster.remote.engine_server import Server as Server
     from distnb.collectives.algorithms.base import CrossDeviceOps as CrossDeviceOps
     from distnb.collectives.algorithms.hierarchical_copy import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
     from distnb.collectives.algorithms.nccl import NcclAllReduce as NcclAllReduce
@@ -104,6 +103,7 @@ if TYPE_CHECKING:
     from distnb.input.dataset import DistributedDataset as DistributedDataset
     from distnb.input.dataset import DistributedIterator as DistributedIterator
     from distnb.input.sources.element_spec import TensorSpec as TensorSpec
+    from distnb.machines.engine_server import Server as Server
     from distnb.notebook.compose import connect as connect
     from distnb.notebook.compose import disconnect as disconnect
     from distnb.notebook.compose import start as start
@@ -121,7 +121,7 @@ if TYPE_CHECKING:
     from distnb.options import VariableAggregation as VariableAggregation
     from distnb.options import VariableSynchronization as VariableSynchronization
     from distnb.runtime.chief_work.shared_folder import shared_folder as shared_folder
-    from distnb.runtime.servers.server_variable import ShardedVariable as ShardedVariable
+    from distnb.servers.variables.server_variable import ShardedVariable as ShardedVariable
     from distnb.strategies.base import Strategy as Strategy
     from distnb.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from distnb.strategies.context import ReplicaContext as ReplicaContext

@@ -184,7 +184,7 @@ def _number(options: argparse.Namespace) -> int | None:
 
 def _list(words: list[str]) -> int:
     argparse.ArgumentParser(prog="distnb list", description=_LIST_TEXT).parse_args(words)
-    from distnb.cluster.detached.listing import text
+    from distnb.detached.listing import text
 
     print(text())
     return 0
@@ -194,7 +194,7 @@ def _stop(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="distnb stop", description="Ends a detached cluster with its engines.")
     parser.add_argument("name", metavar="NAME", help="the cluster's name, as shown by distnb list")
     name = parser.parse_args(words).name
-    from distnb.cluster.detached.daemon_client import stop_detached
+    from distnb.detached.daemon_client import stop_detached
 
     try:
         stop_detached(name)

@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from distnb.cluster.remote.engine_server import Server, serve_until_signal
-from distnb.cluster.remote.secret import SECRET_VARIABLE
 from distnb.cluster.resolvers import TFConfigClusterResolver
 from distnb.errors import DistnbError, OptionError
+from distnb.machines.engine_server import Server, serve_until_signal
+from distnb.machines.secret import SECRET_VARIABLE
 
 __all__ = ["Server", "main"]
 

@@ -14,9 +14,9 @@ import torch
 import distnb
 from distnb.checkpoint.states import object_states as states
 from distnb.coordinator import ClusterCoordinator
-from distnb.coordinator.libraries import Library, register_library
 from distnb.errors import ClosureCancelled, ServerLost
 from distnb.partitioners import FixedShardsPartitioner
+from distnb.servers.coordinator.libraries import Library, register_library
 
 __all__ = ["Walk", "WalkedCluster"]
 

@@ -17,8 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-from distnb.coordinator import ClusterCoordinator, references
-from distnb.coordinator.link import (
+from distnb.coordinator import ClusterCoordinator
+from distnb.errors import ServerLost
+from distnb.servers.closure_messages import NO_FENCE, Fence, RunClosure
+from distnb.servers.coordinator import references
+from distnb.servers.coordinator.link import (
     ClosureAbandoned,
     ClosureEnded,
     ClosureReclaimed,
@@ -27,14 +30,12 @@ from distnb.coordinator.link import (
     WorkerLost,
     WorkerUp,
 )
-from distnb.engine.closures.closure_runner import Runner
-from distnb.errors import ServerLost
-from distnb.runtime.servers import roles
-from distnb.runtime.servers.access import ServerAccess
-from distnb.runtime.servers.here import servers_here
-from distnb.runtime.servers.server_messages import ServerReply, ServerRequest
-from distnb.runtime.servers.storage.store import ShardStore
-from distnb.wire.closure_messages import NO_FENCE, Fence, RunClosure
+from distnb.servers.engine.closure_runner import Runner
+from distnb.servers.variables import roles
+from distnb.servers.variables.access import ServerAccess
+from distnb.servers.variables.here import servers_here
+from distnb.servers.variables.server_messages import ServerReply, ServerRequest
+from distnb.servers.variables.storage.store import ShardStore
 from distnb.wire.messages import ErrorReport, Reply
 
 __all__ = ["SimulatedCluster", "SimulatedWaiter"]

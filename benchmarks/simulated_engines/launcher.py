@@ -15,7 +15,7 @@ from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, La
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.package_versions import installed_packages
 from distnb.cluster.process_environment import import_environment
-from distnb.cluster.remote.host_plan import HostPlan
+from distnb.machines.host_plan import HostPlan
 from distnb.notebook import engine_owners
 from distnb.topology import Device
 

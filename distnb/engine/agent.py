@@ -27,6 +27,7 @@ from distnb.accelerators import torch_device
 from distnb.checkpoint import folder_locks
 from distnb.collectives.group.groups import groups
 from distnb.compat.ipython_internals import redirect_errors
+from distnb.detached.absence import Absence
 from distnb.engine import launched_processes, unattended
 from distnb.engine.control import Control
 from distnb.engine.debugging import debugger, error_reports
@@ -42,14 +43,13 @@ from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream,
 from distnb.engine.profiling import Profile
 from distnb.engine.rooms import ROOMS, ProgramKind
 from distnb.engine.started_threads import note_work_of_pools, threads_awaited
-from distnb.engine.staying.absence import Absence
 from distnb.engine.users_loop import UsersLoop
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
+from distnb.machines.modules.received_modules import received_modules
 from distnb.objects.code import spawned_processes
-from distnb.objects.modules.received_modules import received_modules
 from distnb.objects.packing import Packed
 from distnb.runtime import spmd, step_count
 from distnb.runtime.inspection import inspecting

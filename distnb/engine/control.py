@@ -25,13 +25,13 @@ import torch
 import zmq
 
 from distnb import activity, process_log
+from distnb.detached.absence import Absence
 from distnb.engine import guard
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
 from distnb.engine.output import telemetry
-from distnb.engine.staying.absence import Absence
 from distnb.frames import OWN
-from distnb.objects.modules.received_modules import received_modules
+from distnb.machines.modules.received_modules import received_modules
 from distnb.watching import live
 from distnb.wire.channel import ConnectionMonitor, Link
 from distnb.wire.messages import (

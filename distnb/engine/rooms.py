@@ -15,7 +15,7 @@ from distnb.wire.messages import Reply
 
 __all__ = ["ROOMS", "ProgramKind"]
 
-ROOMS = {"distnb.wire.closure_messages": "distnb.engine.closures.task_room"}
+ROOMS = {"distnb.servers.closure_messages": "distnb.servers.engine.task_room"}
 """The module of each room, by the module of its messages."""
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import keras
 import torch
 
-from distnb.coordinator.libraries import Library, ResourceDescription
-from distnb.coordinator.references import current_worker
 from distnb.errors import CannotTravelError, OptionError
 from distnb.keras import keras_internals, replica_state
-from distnb.keras.servers.server_optimizer import RemoteApply, check_options, described, set_options
-from distnb.runtime.servers.here import servers_here
+from distnb.servers.coordinator.libraries import Library, ResourceDescription
+from distnb.servers.coordinator.references import current_worker
+from distnb.servers.keras.server_optimizer import RemoteApply, check_options, described, set_options
+from distnb.servers.variables.here import servers_here
 
 __all__ = ["HERE", "METHODS", "READS", "KerasLibrary"]
 

@@ -19,12 +19,12 @@ from distnb.keras.callback_changes import MIRRORED, Changes, ModelBefore, make_c
 from distnb.keras.callback_states import CallbackStates
 from distnb.keras.data import SameBatches
 from distnb.keras.epoch_dots import EpochDots
-from distnb.keras.shards.whole_models import share_state, whole_values
 from distnb.keras.shared_errors import raise_together
 from distnb.keras.tensorboard import TensorBoard
 from distnb.runtime import contexts, randomness
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
+from distnb.sharded.keras.whole_models import share_state, whole_values
 from distnb.watching.live import live
 
 __all__ = ["ChiefCallbacks"]

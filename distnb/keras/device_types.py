@@ -2,8 +2,8 @@
 
 import keras
 
-from distnb.keras.shards.whole_models import WholeArchive
 from distnb.runtime.inspection.device_objects import register_device_types
+from distnb.sharded.keras.whole_models import WholeArchive
 
 register_device_types(
     keras.Variable,

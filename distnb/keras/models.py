@@ -18,15 +18,15 @@ from distnb.errors import ContextError, OptionError
 from distnb.keras import keras_internals
 from distnb.keras.callbacks import ChiefCallbacks
 from distnb.keras.data import SameBatches, resolve_data
-from distnb.keras.servers.parameter_servers import ModelOnServers
-from distnb.keras.shards.torch_layers import buffers_in
-from distnb.keras.shards.whole_models import share_state, state_of, whole_values
 from distnb.keras.shared_errors import raise_together
 from distnb.keras.steps.forward import SharedForward
 from distnb.runtime import contexts, randomness, step_count
 from distnb.runtime.chief_work.chief_first import chief_first
 from distnb.runtime.reduction.equal_values import make_equal
 from distnb.runtime.this_process import this_process
+from distnb.servers.keras.parameter_servers import ModelOnServers
+from distnb.sharded.keras.torch_layers import buffers_in
+from distnb.sharded.keras.whole_models import share_state, state_of, whole_values
 
 __all__ = ["adopt", "optimizer_tensors", "parts"]
 

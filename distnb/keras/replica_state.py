@@ -22,14 +22,14 @@ from distnb.collectives.digests import digest
 from distnb.compat import patches
 from distnb.errors import ContextError, OptionError
 from distnb.keras import keras_internals, scope_checks
-from distnb.keras.shards import optimizer_slots
-from distnb.keras.shards.torch_layers import modules_in, put_parameters
-from distnb.keras.shards.whole_models import fill, shards_in, whole_copy
 from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.runtime import contexts
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.scopes.metric_binding import without_rows
 from distnb.runtime.this_process import this_process
+from distnb.sharded.keras import optimizer_slots
+from distnb.sharded.keras.torch_layers import modules_in, put_parameters
+from distnb.sharded.keras.whole_models import fill, shards_in, whole_copy
 from distnb.values.structure import has_distributed, select
 from distnb.variables.settings import Settings
 from distnb.variables.variable import SyncOnReadVariable, Variable, component_of, create, make

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distnb.cluster import tpu_chips
-from distnb.cluster.detached import listing as detached
 from distnb.cluster.devices import available_gpus, plan_devices
 from distnb.cluster.resolvers import (
     ClusterResolver,
@@ -20,6 +19,7 @@ from distnb.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from distnb.cluster.start_options import StartOptions
+from distnb.detached import listing as detached
 from distnb.errors import NoClusterError, OptionError, closest
 from distnb.magics.cell_history import HEADER
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help

@@ -56,7 +56,7 @@ def save(session: Session, path: Path) -> int:
 
 
 def _files(session: Session) -> Iterator[tuple[str, str]]:
-    from distnb.coordinator.coordinator import stories  # loads torch
+    from distnb.servers.coordinator.coordinator import stories  # loads torch
 
     yield "versions.txt", "\n".join(_versions()) + "\n"
     yield "engines.txt", "\n".join(map(str, session.status())) + "\n"

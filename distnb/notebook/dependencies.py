@@ -6,8 +6,8 @@ import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from distnb.cluster.package_versions import differs, package_of, version_here
+from distnb.machines.modules.local_modules import LocalModules, local_file
 from distnb.notebook.output.wording import ranges
-from distnb.objects.modules.local_modules import LocalModules, local_file
 from distnb.runtime.this_process import this_process
 
 __all__ = ["Dependencies", "cure_for_missing"]

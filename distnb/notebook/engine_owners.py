@@ -13,17 +13,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from distnb.cluster.connection import Connection, Keys, make_keys
-from distnb.cluster.detached import registry
-from distnb.cluster.detached.daemon import DaemonOptions
-from distnb.cluster.detached.daemon_client import DaemonClient, OnLost, notebook_name, start_daemon
 from distnb.cluster.lifecycle import Cluster, RunningCluster
 from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.local.processes import Processes
-from distnb.cluster.remote.further_engines import PlacedEngine, place_further
-from distnb.cluster.remote.host_plan import HostPlan, make_plan
-from distnb.cluster.remote.hosts import read_host_options
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.start_options import StartOptions
+from distnb.detached import registry
+from distnb.detached.daemon import DaemonOptions
+from distnb.detached.daemon_client import DaemonClient, OnLost, notebook_name, start_daemon
+from distnb.machines.further_engines import PlacedEngine, place_further
+from distnb.machines.host_plan import HostPlan, make_plan
+from distnb.machines.hosts import read_host_options
 from distnb.topology import Task
 from distnb.wire.channel import Switchboard
 

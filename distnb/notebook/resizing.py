@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from distnb.cluster.remote.further_engines import PlacedEngine
 from distnb.errors import DistnbError, OptionError, StartError
+from distnb.machines.further_engines import PlacedEngine
 from distnb.notebook.engines import Engines
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.namespace.tracked_teams import Grown

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 from distnb.checkpoint import folder_locks
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.start_options import StartOptions
+from distnb.detached.reconnection import Restored, restore_names, resume_programs
+from distnb.detached.saved_names import SavedNames
 from distnb.errors import EngineDied, NoClusterError, OptionError, ProgramError
 from distnb.notebook.dependencies import Dependencies
 from distnb.notebook.engine_owners import EngineOwner, connected_owner, plan_owner
@@ -27,8 +29,6 @@ from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.output.profiles import write_profiles
 from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, step_difference, warn_of_drift
 from distnb.notebook.programs.outcome import Outcome
-from distnb.notebook.reconnecting.reconnection import Restored, restore_names, resume_programs
-from distnb.notebook.reconnecting.saved_names import SavedNames
 from distnb.notebook.remote_dataset import RemoteIterator
 from distnb.notebook.reports import process_text, stacks_text
 from distnb.notebook.resizing import Resized, Resizing, checked_size

@@ -14,7 +14,7 @@ from distnb.values import structure
 from distnb.wire.value_facts import Holding
 
 if TYPE_CHECKING:
-    from distnb.runtime.servers.shard_placement import PlacedShard
+    from distnb.servers.variables.shard_placement import PlacedShard
     from distnb.strategies.base import Strategy
 
 __all__ = ["devices_model", "devices_of", "placement_of", "server_placement"]

@@ -49,8 +49,8 @@ from distnb.values.structure import flatten, map_structure, select, unflatten
 from distnb.variables.variable import SyncOnReadVariable, Variable, component_of
 
 if TYPE_CHECKING:
-    from distnb.runtime.fsdp.sharded_modules import ShardedModules
     from distnb.runtime.spmd import SpmdProcess
+    from distnb.sharded.sharded_modules import ShardedModules
 
 __all__ = ["Spmd"]
 

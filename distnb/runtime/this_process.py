@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distnb.objects.modules.local_modules import LocalModules
+    from distnb.machines.modules.local_modules import LocalModules
     from distnb.runtime.base import Owner, Runtime
     from distnb.runtime.spmd import SpmdProcess
 

@@ -98,7 +98,7 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> to
         >>> embedding_lookup(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [1, 1, 0])[:, 0]
         tensor([3., 3., 1.])
     """
-    from distnb.runtime.servers.server_variable import lookup
+    from distnb.servers.variables.server_variable import lookup
 
     rows: torch.Tensor = lookup(params, ids)
     if max_norm is None:

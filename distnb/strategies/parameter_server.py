@@ -10,12 +10,12 @@ from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
 from distnb.runtime.base import Runtime
-from distnb.runtime.servers.here import servers_here
+from distnb.servers.variables.here import servers_here
 from distnb.strategies.base import Strategy
 from distnb.variables.homes import Home
 
 if TYPE_CHECKING:
-    from distnb.runtime.servers.shard_placement import PlacedShard
+    from distnb.servers.variables.shard_placement import PlacedShard
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -85,14 +85,14 @@ class ParameterServerStrategy(Strategy):
     @property
     def runtime(self) -> Runtime:
         """The coordinator or the worker in this process."""
-        from distnb.runtime.servers.roles import runtime_of
+        from distnb.servers.variables.roles import runtime_of
 
         return runtime_of(self)
 
     @property
     def home(self) -> Home:
         """The parameter servers."""
-        from distnb.runtime.servers.roles import ServerHome
+        from distnb.servers.variables.roles import ServerHome
 
         return ServerHome(self)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
-from distnb.runtime.fsdp.sharding_options import MIN_SIZE, check_devices, checked_precision, checked_shard_by
+from distnb.sharded.sharding_options import MIN_SIZE, check_devices, checked_precision, checked_shard_by
 from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, distinct_names
 
@@ -95,13 +95,13 @@ class ShardedStrategy(Strategy):
 
     def cell(self) -> AbstractContextManager[None]:
         """Return a context in which a cell gets a notice if it trains what the strategy has not sharded."""
-        from distnb.runtime.fsdp.unsharded_steps import noticing
+        from distnb.sharded.unsharded_steps import noticing
 
         return noticing()
 
     def make_runtime(self, process: SpmdProcess) -> Spmd:
         """Make the runtime for one replica, whose modules are sharded."""
-        from distnb.runtime.fsdp.sharded_replica import ShardedSpmd
+        from distnb.sharded.sharded_replica import ShardedSpmd
 
         return ShardedSpmd(process, self)
 

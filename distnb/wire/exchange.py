@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from distnb.machines.modules.local_modules import ModuleFile
 from distnb.objects.modes.environment import Environment
-from distnb.objects.modules.local_modules import ModuleFile
 from distnb.objects.packing import Packed
 from distnb.options import ReduceOp, StrategySpec
 from distnb.topology import unpickle_team

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distnb.cluster.detached import registry
+from distnb.detached import registry
 from distnb.errors import NoClusterError, OptionError
 from tests import processes
 from tests.kernel import Notebook, Ran, lines_of_each

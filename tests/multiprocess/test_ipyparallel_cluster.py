@@ -18,8 +18,8 @@ from IPython.core.profiledir import ProfileDir
 from IPython.paths import get_ipython_dir
 
 import distnb
-from distnb.cluster.remote.transports import ipyparallel_client
 from distnb.errors import StartError
+from distnb.machines.transports import ipyparallel_client
 from tests import processes
 from tests.kernel import Notebook, lines_of_each
 
@@ -72,7 +72,7 @@ def ours() -> list[str]:
             command = " ".join(process.cmdline())
         except psutil.Error:
             continue
-        if "distnb.cluster.remote" in command or command.endswith("-m distnb.engine"):
+        if "distnb.machines" in command or command.endswith("-m distnb.engine"):
             found.append(command)
     return found
 
@@ -158,7 +158,7 @@ def test_a_busy_engine_is_an_error_and_keeps_its_task(client: ipyparallel.Client
 
 
 def test_another_environment_is_an_error(client: ipyparallel.Client) -> None:
-    module = "distnb.cluster.remote.transports.ipyparallel_engine"
+    module = "distnb.machines.transports.ipyparallel_engine"
     client[0].apply_sync(exec, f"import sys; kept = sys.modules[{module!r}]; sys.modules[{module!r}] = None", {})
     try:
         assert "ipyparallel's engine 0 has no distnb" in start_fails(client, n=1)

@@ -26,10 +26,18 @@ import zmq
 
 from distnb.cluster.connection import Keys, make_keys
 from distnb.errors import MessageError, ServerLost, StructureError
-from distnb.runtime.servers import client as clients
-from distnb.runtime.servers.client import Servers
-from distnb.runtime.servers.server_messages import Address, Create, Describe, MakeOptimizer, Pull, PullRows, WriteShard
-from distnb.runtime.servers.storage.service import Service
+from distnb.servers.variables import client as clients
+from distnb.servers.variables.client import Servers
+from distnb.servers.variables.server_messages import (
+    Address,
+    Create,
+    Describe,
+    MakeOptimizer,
+    Pull,
+    PullRows,
+    WriteShard,
+)
+from distnb.servers.variables.storage.service import Service
 from distnb.wire import recycled_memory, unix_socket
 from distnb.wire.codec import encode
 from tests import warm_python
@@ -44,7 +52,7 @@ _WITHIN_S = 60.0
 
 SERVER = """
 import json, os, sys
-from distnb.runtime.servers.storage.service import Service
+from distnb.servers.variables.storage.service import Service
 
 settings = json.loads(os.environ["SETTINGS"])
 service = Service(settings["directory"], client_public=settings["public"], host=settings["host"])
@@ -59,8 +67,8 @@ PUSHER = """
 import json, os, sys
 import torch
 from distnb.cluster.connection import Keys
-from distnb.runtime.servers.client import Servers
-from distnb.runtime.servers.server_messages import Address, StepOptimizer, WriteShard
+from distnb.servers.variables.client import Servers
+from distnb.servers.variables.server_messages import Address, StepOptimizer, WriteShard
 
 settings = json.loads(os.environ["SETTINGS"])
 servers = Servers({0: Address(*settings["address"])}, settings["number"], Keys(*settings["keys"]))

@@ -17,7 +17,7 @@ import pytest
 import distnb
 from distnb.cluster_resolver import SimpleClusterResolver
 from distnb.errors import StartError
-from distnb.runtime.servers.here import servers_here
+from distnb.servers.variables.here import servers_here
 from tests import processes
 from tests.kernel import Notebook
 from tests.multiprocess.test_server import free_addresses
@@ -28,7 +28,7 @@ _COORDINATOR = """
 import json, os, sys, torch, distnb
 from distnb.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
 from distnb.notebook import compose
-from distnb.runtime.servers.here import servers_here
+from distnb.servers.variables.here import servers_here
 
 def report():
     print(json.dumps([[row.task, row.pid, row.state] for row in compose.require().status()]), flush=True)
@@ -100,7 +100,7 @@ def test_a_server_and_a_worker_can_be_replaced(notebook: Notebook) -> None:
 
 def test_parameter_servers_need_a_cluster_with_servers(notebook: Notebook) -> None:
     notebook.run("%distnb stop\n%distnb start -n 1", timeout_s=90)
-    failed = notebook.try_run("from distnb.runtime.servers.here import servers_here; servers_here.require(None)")
+    failed = notebook.try_run("from distnb.servers.variables.here import servers_here; servers_here.require(None)")
     assert failed.error_name == "OptionError"
     assert "has no parameter servers" in failed.error_text
     assert "%distnb start --workers 2 --ps 1" in failed.error_text

@@ -18,10 +18,10 @@ import torch
 
 import distnb
 from distnb.coordinator import ClusterCoordinator
-from distnb.coordinator.coordinator import running_coordinators
 from distnb.errors import ServerLost
 from distnb.notebook.compose import require
 from distnb.runtime.scopes import metric_binding
+from distnb.servers.coordinator.coordinator import running_coordinators
 from tests import processes
 from tests.processes import wait_until
 from tests.server_walks import Walk

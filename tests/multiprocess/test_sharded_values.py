@@ -200,7 +200,7 @@ def test_another_strategy_is_refused(notebook: Notebook) -> None:
 
 
 def test_a_large_gathering_is_announced(notebook: Notebook) -> None:
-    limit = "import distnb.runtime.fsdp.whole_copies as copies\nkept = copies.device_memory"
+    limit = "import distnb.sharded.whole_copies as copies\nkept = copies.device_memory"
     notebook.run(f"%%distribute thirds\n{limit}\ncopies.device_memory = lambda: (100, 100)")
     assert (
         "gathering the whole Sequential in host memory: 0.0 GB, more than the device (0.0 GB)"

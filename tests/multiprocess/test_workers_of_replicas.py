@@ -123,7 +123,7 @@ def test_workers_of_replicas_train_like_one_process(
 
 
 def worker_of() -> int:
-    from distnb.coordinator.references import current_worker
+    from distnb.servers.coordinator.references import current_worker
 
     return current_worker()
 

@@ -80,7 +80,7 @@ def _servers() -> list[str]:
     for process in processes.children_of_this_run().values():
         with contextlib.suppress(Exception):
             commands.append(" ".join(process.cmdline()))
-    return [command for command in commands if command.endswith("distnb.cluster.remote.transports.ipyparallel_engine")]
+    return [command for command in commands if command.endswith("distnb.machines.transports.ipyparallel_engine")]
 
 
 if os.geteuid() != 0:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Reclaim, ReportNoWorker, Send
+from distnb.servers.coordinator.queue import Cancel, ClosureQueue, Interrupt, Reclaim, ReportNoWorker, Send
 
 
 def test_closures_go_in_order_to_the_worker_with_the_fewest() -> None:

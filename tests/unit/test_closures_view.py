@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
-from distnb.notebook.closures.coordinator_watch import CoordinatorWatch
 from distnb.notebook.views.closures_model import ClosuresModel, largest, runs_text, server_texts
 from distnb.notebook.views.live_model import LiveModel
 from distnb.runtime import step_count
-from distnb.runtime.servers.here import servers_here
-from distnb.runtime.servers.shard_placement import PlacedShard
+from distnb.servers.coordinator.status import CoordinatorStatus, WorkerStatus
+from distnb.servers.notebook.coordinator_watch import CoordinatorWatch
+from distnb.servers.variables.here import servers_here
+from distnb.servers.variables.shard_placement import PlacedShard
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, picture_bundle, plain_summary, worker_table
 from distnb.widgets.live_views import PictureView

@@ -13,7 +13,9 @@ import torch
 
 import distnb
 from distnb.coordinator import ClusterCoordinator
-from distnb.coordinator.link import (
+from distnb.errors import ClosureCancelled, RemoteError, ServerLost
+from distnb.servers.closure_messages import ClosureResult, RunClosure
+from distnb.servers.coordinator.link import (
     ClosureAbandoned,
     ClosureEnded,
     ClosureReclaimed,
@@ -21,10 +23,8 @@ from distnb.coordinator.link import (
     ServerUp,
     WorkerUp,
 )
-from distnb.errors import ClosureCancelled, RemoteError, ServerLost
-from distnb.runtime.servers import roles
-from distnb.runtime.servers.here import servers_here
-from distnb.wire.closure_messages import ClosureResult, RunClosure
+from distnb.servers.variables import roles
+from distnb.servers.variables.here import servers_here
 from distnb.wire.messages import ErrorReport, Reply
 from tests.unit.test_server_variables import InHouse
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from distnb.cluster.package_versions import differs, installed_packages, package_of, version_here
+from distnb.machines.modules.local_modules import LocalModules
 from distnb.notebook.dependencies import Dependencies, cure_for_missing
-from distnb.objects.modules.local_modules import LocalModules
 from distnb.runtime.this_process import this_process
 
 

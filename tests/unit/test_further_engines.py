@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from distnb.cluster.local.capacity import Capacity
-from distnb.cluster.remote import further_engines
-from distnb.cluster.remote.base import Found, Transport
-from distnb.cluster.remote.further_engines import PlacedEngine, place_further
-from distnb.cluster.remote.host_plan import HostPlan
-from distnb.cluster.remote.hosts import HostOptions
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import StartError
+from distnb.machines import further_engines
+from distnb.machines.base import Found, Transport
+from distnb.machines.further_engines import PlacedEngine, place_further
+from distnb.machines.host_plan import HostPlan
+from distnb.machines.hosts import HostOptions
 from distnb.topology import PS, WORKER, Device, Task
 
 ROOM = Capacity(cores=4, memory_nbytes=2**40)

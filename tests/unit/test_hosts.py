@@ -21,17 +21,17 @@ from distnb.cluster.local.launcher import EngineOrder
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.network import address_towards, interface_of, listening_address
 from distnb.cluster.process_environment import without_task_variables
-from distnb.cluster.remote.base import Found, Hosts, Transport, probe
-from distnb.cluster.remote.heartbeat import heartbeat
-from distnb.cluster.remote.host_plan import make_plan
-from distnb.cluster.remote.hosts import HostOptions, are_workers, read_host_options
-from distnb.cluster.remote.node_agent import Assignment
-from distnb.cluster.remote.transports.mpiexec import MPI
-from distnb.cluster.remote.transports.ray_nodes import RayOptions
-from distnb.cluster.remote.transports.srun import Slurm
 from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver, TFConfigClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError, StartError
+from distnb.machines.base import Found, Hosts, Transport, probe
+from distnb.machines.heartbeat import heartbeat
+from distnb.machines.host_plan import make_plan
+from distnb.machines.hosts import HostOptions, are_workers, read_host_options
+from distnb.machines.node_agent import Assignment
+from distnb.machines.transports.mpiexec import MPI
+from distnb.machines.transports.ray_nodes import RayOptions
+from distnb.machines.transports.srun import Slurm
 from distnb.magics.commands import COMMANDS
 from distnb.options import nbytes_of
 from distnb.topology import Device, Team
@@ -120,8 +120,8 @@ def test_a_host_list_is_recognised_as_the_workers(monkeypatch: pytest.MonkeyPatc
 def test_engines_are_distributed_over_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Capacity(cores=16, memory_nbytes=2**40)
     found = {"a": Found(4, room, {"numpy": "2.1"}), "b": Found(0, Capacity(cores=1, memory_nbytes=2**40), {})}
-    monkeypatch.setattr("distnb.cluster.remote.host_plan.probe", lambda names, way, on_progress: found)
-    monkeypatch.setattr("distnb.cluster.remote.host_plan.listening_address", lambda names, interface: "10.0.0.1")
+    monkeypatch.setattr("distnb.machines.host_plan.probe", lambda names, way, on_progress: found)
+    monkeypatch.setattr("distnb.machines.host_plan.listening_address", lambda names, interface: "10.0.0.1")
 
     notices: list[str] = []
 
@@ -305,7 +305,7 @@ _LOST = "was lost: its machine"
 def test_the_end_of_an_engine_is_reported_with_its_cause(
     program: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distnb.cluster.remote.base.LOST_AFTER_S", 0.5)
+    monkeypatch.setattr("distnb.machines.base.LOST_AFTER_S", 0.5)
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     processes = Processes()
     try:

@@ -12,14 +12,14 @@ import pytest
 
 import distnb
 from distnb.cluster.local.capacity import Capacity
-from distnb.cluster.remote import host_plan as plans
-from distnb.cluster.remote.base import Found
-from distnb.cluster.remote.host_plan import HostPlan, make_plan
-from distnb.cluster.remote.hosts import read_host_options
-from distnb.cluster.remote.transports import ipyparallel_cluster
-from distnb.cluster.remote.transports.ipyparallel_engine import boot_id, network_namespace
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError, StartError
+from distnb.machines import host_plan as plans
+from distnb.machines.base import Found
+from distnb.machines.host_plan import HostPlan, make_plan
+from distnb.machines.hosts import read_host_options
+from distnb.machines.transports import ipyparallel_cluster
+from distnb.machines.transports.ipyparallel_engine import boot_id, network_namespace
 
 
 class Result:

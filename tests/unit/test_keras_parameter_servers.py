@@ -14,17 +14,17 @@ import pytest
 import torch
 
 import distnb
-from distnb.coordinator.per_worker import DatasetMaker, PerWorkerDataset
 from distnb.errors import CannotTravelError
 from distnb.partitioners import FixedShardsPartitioner
-from distnb.runtime.servers import roles
-from distnb.runtime.servers.here import servers_here
 from distnb.runtime.this_process import this_process
+from distnb.servers.coordinator.per_worker import DatasetMaker, PerWorkerDataset
+from distnb.servers.variables import roles
+from distnb.servers.variables.here import servers_here
 from tests.unit.test_server_variables import InHouse, Worker, packer_of
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
-parameter_servers = importlib.import_module("distnb.keras.servers.parameter_servers")
+parameter_servers = importlib.import_module("distnb.servers.keras.parameter_servers")
 # Keras causes it for each array.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 

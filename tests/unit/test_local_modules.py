@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from distnb.machines.modules import local_modules
+from distnb.machines.modules.local_modules import LocalModules, ModuleFile, local_file
+from distnb.machines.modules.received_modules import ReceivedModules
 from distnb.objects.code.definitions import names_of_code
 from distnb.objects.code.reads import names_read
 from distnb.objects.modes.environment import apply_environment, capture_early, cell_began
 from distnb.objects.modes.python_modes import own_path_entries
-from distnb.objects.modules import local_modules
-from distnb.objects.modules.local_modules import LocalModules, ModuleFile, local_file
-from distnb.objects.modules.received_modules import ReceivedModules
 
 
 class Project:

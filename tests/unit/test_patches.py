@@ -30,7 +30,7 @@ ELSEWHERE = {
     "magics/tracebacks.py": "sys.last_traceback, as IPython sets it",
     "objects/modes/torch_modes.py": "torch's modes, which are data",
     "runtime/scopes/made_objects.py": "within a scope only",
-    "runtime/servers/server_registration.py": "within a scope only",
+    "servers/variables/server_registration.py": "within a scope only",
     "wire/recycled_memory.py": "an option of an object of our own",
     "wire/shared_memory_buffer.py": "an option of an object of our own",
 }
@@ -180,7 +180,7 @@ from distnb.keras import replica_state
 from distnb.notebook.handles import library_guards
 from distnb.objects.code import spawned_processes
 from distnb.runtime.consistency import loader_batches
-from distnb.runtime.fsdp import library_hooks, pretrained_models
+from distnb.sharded import library_hooks, pretrained_models
 from distnb.runtime.scopes import first_call, metric_binding, sync_batch_norm
 from transformers import TrainingArguments
 

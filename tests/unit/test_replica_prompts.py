@@ -18,7 +18,6 @@ import IPython.core.debugger
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from distnb.engine.closures import task_room
 from distnb.engine.debugging import debugger, kept
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
@@ -27,6 +26,7 @@ from distnb.notebook.programs.prompts import Prompts
 from distnb.notebook.programs.supervisor import EventHub
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import Interrupts
+from distnb.servers.engine import task_room
 from distnb.wire.messages import Answer, Died, InputFinished, InputRequest, Output, ProgramEnded, Prompting
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,17 +10,17 @@ import pytest
 
 import distnb
 from distnb.cluster.local.capacity import Capacity
-from distnb.cluster.remote.base import Found
-from distnb.cluster.remote.host_plan import HostPlan, make_plan
-from distnb.cluster.remote.hosts import HostOptions, read_host_options
-from distnb.cluster.remote.secret import read_secret, secret_path
-from distnb.cluster.remote.server_client import connect_patience_s
-from distnb.cluster.remote.transports.mpiexec import MPI
 from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.tasks import server_cluster_tasks, tasks_in, tasks_of
 from distnb.errors import NoClusterError, OptionError, StartError
-from distnb.notebook.closures.task_cluster import require
+from distnb.machines.base import Found
+from distnb.machines.host_plan import HostPlan, make_plan
+from distnb.machines.hosts import HostOptions, read_host_options
+from distnb.machines.secret import read_secret, secret_path
+from distnb.machines.server_client import connect_patience_s
+from distnb.machines.transports.mpiexec import MPI
+from distnb.servers.notebook.task_cluster import require
 from distnb.topology import Task
 
 W0, W1, W2, PS0, PS1 = Task("worker", 0), Task("worker", 1), Task("worker", 2), Task("ps", 0), Task("ps", 1)
@@ -109,10 +109,10 @@ def test_tasks_are_assigned_to_machines(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def planned(monkeypatch: pytest.MonkeyPatch, options: HostOptions, gpus: int, devices: str | None = None) -> HostPlan:
     monkeypatch.setattr(
-        "distnb.cluster.remote.host_plan.probe",
+        "distnb.machines.host_plan.probe",
         lambda names, way, on_progress: dict.fromkeys(names, Found(gpus, Capacity(cores=2, memory_nbytes=2**40), {})),
     )
-    monkeypatch.setattr("distnb.cluster.remote.host_plan.listening_address", lambda names, interface: "10.0.0.1")
+    monkeypatch.setattr("distnb.machines.host_plan.listening_address", lambda names, interface: "10.0.0.1")
     return make_plan(StartOptions(devices=devices), options)
 
 

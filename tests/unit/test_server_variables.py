@@ -16,19 +16,19 @@ from torch import nn
 
 import distnb
 from distnb.checkpoint.states import object_states as states
-from distnb.coordinator.packer import ClosurePacker
-from distnb.coordinator.per_worker import PerWorkerValues, ValueMaker
-from distnb.coordinator.pickling import open_value
-from distnb.coordinator.sent import Sent
-from distnb.engine.closures.closure_runner import Runner
 from distnb.errors import ServerLost
 from distnb.partitioners import FixedShardsPartitioner
-from distnb.runtime.servers import roles
-from distnb.runtime.servers.access import ServerAccess
-from distnb.runtime.servers.here import servers_here
-from distnb.runtime.servers.server_messages import Describe, ServerRequest
-from distnb.runtime.servers.storage.store import ShardStore
-from distnb.wire.closure_messages import NO_FENCE, Fence
+from distnb.servers.closure_messages import NO_FENCE, Fence
+from distnb.servers.coordinator.packer import ClosurePacker
+from distnb.servers.coordinator.per_worker import PerWorkerValues, ValueMaker
+from distnb.servers.coordinator.pickling import open_value
+from distnb.servers.coordinator.sent import Sent
+from distnb.servers.engine.closure_runner import Runner
+from distnb.servers.variables import roles
+from distnb.servers.variables.access import ServerAccess
+from distnb.servers.variables.here import servers_here
+from distnb.servers.variables.server_messages import Describe, ServerRequest
+from distnb.servers.variables.storage.store import ShardStore
 
 
 class InHouse:
@@ -539,7 +539,7 @@ def test_initialisation_after_the_scope_reaches_the_servers(strategy: Any, serve
 def test_the_next_closure_reads_nothing_again_if_it_saw_the_last_step(
     strategy: Any, servers: InHouse, queued: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distnb.runtime.servers.access._MOMENT_S", 60.0)
+    monkeypatch.setattr("distnb.servers.variables.access._MOMENT_S", 60.0)
     with strategy.scope():
         weight = nn.Parameter(torch.zeros(1))
         other = distnb.Variable(1.0)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from distnb.coordinator import coordinator, queue
-from distnb.runtime.servers import roles
-from distnb.runtime.servers.here import servers_here
+from distnb.servers.coordinator import coordinator, queue
+from distnb.servers.variables import roles
+from distnb.servers.variables.here import servers_here
 from tests.server_walks import Walk
 from tests.simulated_cluster import SimulatedCluster, SimulatedWaiter
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from distnb.errors import ClosureCancelled, DistributedValueError, OptionError, StaleHandleError, StructureError
-from distnb.runtime.servers.server_messages import (
+from distnb.servers.closure_messages import NO_FENCE, Fence
+from distnb.servers.variables.server_messages import (
     Create,
     Describe,
     Drop,
@@ -27,8 +28,7 @@ from distnb.runtime.servers.server_messages import (
     StepOptimizer,
     WriteShard,
 )
-from distnb.runtime.servers.storage.store import ShardStore
-from distnb.wire.closure_messages import NO_FENCE, Fence
+from distnb.servers.variables.storage.store import ShardStore
 
 W, B, TABLE = (0, 0), (1, 0), (2, 3)
 FIRST = 100

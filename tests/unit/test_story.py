@@ -7,9 +7,9 @@ from unittest import TestCase
 
 import pytest
 
-from distnb.coordinator.queue import Cancel, ClosureQueue, Send
 from distnb.errors import InvariantError
 from distnb.notebook.programs.supervision import EndProgram, GiveUpOn, Supervision
+from distnb.servers.coordinator.queue import Cancel, ClosureQueue, Send
 
 
 def test_the_supervision_records_each_transition() -> None:

@@ -12,7 +12,7 @@ from distnb.checkpoint.states.base import Kind, described
 from distnb.checkpoint.stored_tensors import StoredTensor, whole
 from distnb.checkpoint.tensor_slices import is_sharded, read_like
 from distnb.errors import OptionError
-from distnb.runtime.servers.here import servers_here
+from distnb.servers.variables.here import servers_here
 
 __all__ = ["KerasObjects", "is_state_of_keras"]
 
@@ -105,7 +105,7 @@ def _parts(value: Any) -> dict[str, Sequence[Any]]:
     if not hasattr(value, "weights"):
         # A seed generator has a single variable, and a variable is one itself.
         return {"variables": value.variables if hasattr(value, "variables") else [getattr(value, "state", value)]}
-    from distnb.keras.shards.torch_layers import buffers_in  # loads Keras
+    from distnb.sharded.keras.torch_layers import buffers_in  # loads Keras
 
     optimizer, buffers = getattr(value, "optimizer", None), buffers_in(value)
     further = {"optimizer": optimizer.variables if optimizer is not None else None, _BUFFERS: buffers or None}

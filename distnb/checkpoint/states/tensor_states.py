@@ -9,7 +9,7 @@ import torch
 from distnb.checkpoint.states.base import Kind, TensorOutline, described, misfit_of_tensor
 from distnb.checkpoint.stored_tensors import whole
 from distnb.checkpoint.tensor_slices import is_sharded, read_like
-from distnb.runtime.servers.here import servers_here
+from distnb.servers.variables.here import servers_here
 
 __all__ = ["Tensors"]
 

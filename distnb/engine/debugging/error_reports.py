@@ -17,7 +17,7 @@ from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 from distnb.engine.namespace import object_operations
 from distnb.errors import DistnbError
 from distnb.frames import OWN, chain, frames_of, frames_without, raised_by_distnb, torch_frames, with_frames
-from distnb.objects.modules.received_modules import received_modules
+from distnb.machines.modules.received_modules import received_modules
 from distnb.objects.packing import Packed
 from distnb.runtime import shared_files
 from distnb.wire import exchange

@@ -16,6 +16,7 @@ from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
 from distnb.engine.namespace.imported_modules import ModuleReloader
 from distnb.frames import spared
+from distnb.machines.modules.received_modules import received_modules
 from distnb.objects.code.definitions import is_code
 from distnb.objects.constructors import open_module
 from distnb.objects.modes.environment import (
@@ -26,7 +27,6 @@ from distnb.objects.modes.environment import (
     capture_environment,
     outside_inference,
 )
-from distnb.objects.modules.received_modules import received_modules
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
 from distnb.wire.exchange import (

@@ -214,7 +214,7 @@ def _export(
 def _shards_sent(divided: list[Any]) -> AbstractContextManager[None]:
     if not divided:
         return nullcontext()
-    from distnb.runtime.fsdp import resharding  # loads FSDP
+    from distnb.sharded import resharding  # loads FSDP
 
     return resharding.sent(divided)
 
@@ -224,7 +224,7 @@ def _has_fixed_shards(parts: list[tuple[str, Any]]) -> bool:
     divided = [part for _, part in parts if is_divided(part)]
     if not divided:
         return False
-    from distnb.runtime.fsdp import resharding  # loads FSDP
+    from distnb.sharded import resharding  # loads FSDP
 
     return not all(map(resharding.is_movable, divided))
 
@@ -264,7 +264,7 @@ def _settle(namespace: EngineNamespace, settlement: Settlement) -> tuple[tuple[O
     divided = _divided_in(objects)
     has_shards = any(process.group.all_gather_object(bool(divided)))
     if has_shards:
-        from distnb.runtime.fsdp import resharding  # loads FSDP
+        from distnb.sharded import resharding  # loads FSDP
 
         heir = min(rank for rank in range(process.size) if rank not in settlement.leaving)
         objects.gathered = resharding.gather(process.group, divided, heir)
@@ -284,7 +284,7 @@ def _divided_in(objects: EngineObjects) -> dict[str, Any]:
 
 def _divide(namespace: EngineNamespace, team: TeamKey) -> None:
     """Divide shards over the replicas of a team that has changed. All replicas call this."""
-    from distnb.runtime.fsdp import resharding  # loads FSDP
+    from distnb.sharded import resharding  # loads FSDP
 
     process = this_process.replica
     assert process is not None, "an engine runs this as a replica"

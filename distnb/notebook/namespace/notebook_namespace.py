@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from distnb.errors import NamespaceError
+from distnb.machines.modules.local_modules import ModuleFile
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.handles.pending import resolve
 from distnb.notebook.namespace.bound_names import BoundNames
@@ -27,7 +28,6 @@ from distnb.notebook.output.wording import cell_name
 from distnb.objects.code.definitions import Classes, is_code, is_simple
 from distnb.objects.code.reads import names_read
 from distnb.objects.modes.environment import capture_environment
-from distnb.objects.modules.local_modules import ModuleFile
 from distnb.objects.packing import Packed
 from distnb.objects.plain import is_plain
 from distnb.options import DATA_LIMIT_NBYTES, StrategySpec

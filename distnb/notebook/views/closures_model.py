@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from distnb.notebook.output.wording import human_bytes
 
 if TYPE_CHECKING:
-    from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
-    from distnb.runtime.servers.shard_placement import PlacedShard
     from distnb.runtime.step_count import Reading
+    from distnb.servers.coordinator.status import CoordinatorStatus, WorkerStatus
+    from distnb.servers.variables.shard_placement import PlacedShard
 
 __all__ = ["ClosuresModel", "largest", "runs_text", "server_texts"]
 

@@ -14,8 +14,8 @@ from distnb.input.cutting import slice_bounds
 from distnb.input.dataset import DistributedDataset
 from distnb.runtime.inspection.inspecting import as_tensor, device_of, optimizer_state
 from distnb.runtime.scopes.registration import is_scope_buffer
-from distnb.runtime.servers.here import servers_here
 from distnb.runtime.this_process import this_process
+from distnb.servers.variables.here import servers_here
 from distnb.values import DistributedValues, Mirrored, structure
 from distnb.wire.value_facts import Bounds, Holding, Kind
 

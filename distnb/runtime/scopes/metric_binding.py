@@ -27,8 +27,8 @@ from distnb.runtime import contexts
 from distnb.runtime.scopes import inherited_counts
 from distnb.runtime.scopes.inherited_counts import MetricCounts
 from distnb.runtime.scopes.metric_names import add_names
-from distnb.runtime.servers.here import servers_here
 from distnb.runtime.this_process import this_process
+from distnb.servers.variables.here import servers_here
 from distnb.values.structure import has_distributed, map_structure, select
 
 __all__ = [

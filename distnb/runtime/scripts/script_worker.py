@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.process_environment import Seat, rank_environment
-from distnb.cluster.remote.hosts import are_workers
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from distnb.cluster.worker_placement import (
@@ -19,6 +18,7 @@ from distnb.cluster.worker_placement import (
     workers_of,
 )
 from distnb.errors import ContextError, OptionError
+from distnb.machines.hosts import are_workers
 from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
 
 __all__ = ["check_communication", "check_notebook", "check_still", "enter", "resolver_of"]

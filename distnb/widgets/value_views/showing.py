@@ -17,7 +17,7 @@ from distnb.widgets.value_views.value_text import value_text
 from distnb.wire.value_facts import PLACEMENT, VALUE
 
 if TYPE_CHECKING:
-    from distnb.coordinator.remote_values import RemoteValue
+    from distnb.servers.coordinator.remote_values import RemoteValue
 
 __all__ = ["as_html", "drawn", "result_html", "show", "visualize"]
 

@@ -1,9 +1,0 @@
-"""The coordinator of a cluster with parameter servers: it schedules closures that workers run."""
-
-from __future__ import annotations
-
-from distnb.coordinator.coordinator import ClusterCoordinator
-from distnb.coordinator.per_worker import PerWorkerValues
-from distnb.coordinator.remote_values import RemoteValue
-
-__all__ = ["ClusterCoordinator", "PerWorkerValues", "RemoteValue"]

@@ -1,0 +1,358 @@
+"""A notebook's or a terminal's end of the connection to the daemon of a detached cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Client, Pipe
+from multiprocessing.connection import Connection as PipeEnd
+from pathlib import Path
+from typing import Any
+
+from distnb import __version__
+from distnb.cluster.lifecycle import EngineProcess, RunningCluster
+from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
+from distnb.detached import registry
+from distnb.detached.daemon import DaemonOptions
+from distnb.detached.protocol import (
+    ClusterSummary,
+    DaemonAnswer,
+    DaemonProgress,
+    DaemonRequest,
+    DetachedCluster,
+    Ending,
+    Exited,
+    Taken,
+)
+from distnb.errors import ClusterError, NoClusterError, StartError
+from distnb.machines.further_engines import PlacedEngine
+from distnb.topology import Device
+
+__all__ = ["DaemonClient", "OnLost", "notebook_name", "start_daemon", "stop_detached", "summaries"]
+
+_logger = logging.getLogger("distnb.detached")
+
+OnLost = Callable[[str, str], None]
+"""A function called with (what has become of each engine, the reason with its cure) when the cluster is lost."""
+
+
+class DaemonClient(RunningCluster):
+    """The processes of a detached cluster, as `Cluster` is of any other: every method asks the daemon.
+
+    The cluster is lost when another notebook takes it over, or when it ends and this notebook did not ask for that.
+
+    Args:
+        daemon: The path of the daemon's socket, or a connection to the daemon.
+
+    Attributes:
+        on_exit: Called with (engine, pid, status in words) in this object's thread when an engine ends unexpectedly.
+
+    Raises:
+        NoClusterError: The daemon has ended.
+    """
+
+    def __init__(self, daemon: str | PipeEnd[Any, Any]) -> None:
+        try:
+            self._pipe = Client(daemon, "AF_UNIX") if isinstance(daemon, str) else daemon
+        except OSError as error:
+            raise NoClusterError(f"The daemon of this detached cluster has ended ({error}).") from error
+        self.on_exit: Callable[[int, int, str], None] = lambda engine, pid, status: None
+        self._facts: DetachedCluster | None = None
+        self._engines: dict[int, EngineProcess] = {}
+        self._hosts: dict[int, str] = {}
+        self._numbers = itertools.count(1)
+        self._sending = threading.Lock()
+        self._waiting: dict[int, _Pending] = {}
+        self._why = "its daemon has ended"
+        self._closed = False
+        self._losing = threading.Lock()  # guards the two below
+        self._on_lost: OnLost | None = None
+        self._lost: tuple[str, str] | None = None  # the arguments of `_on_lost`
+        threading.Thread(target=self._receive, name="distnb-daemon", daemon=True).start()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _send(self, name: str, *arguments: Any, on_progress: Callable[[str], None] = lambda text: None) -> _Pending:
+        pending = _Pending(on_progress)
+        number = next(self._numbers)
+        self._waiting[number] = pending
+        try:
+            with self._sending:
+                self._pipe.send(DaemonRequest(number, name, arguments))
+        except (OSError, TypeError):  # the second: closed by another thread meanwhile
+            pending.put(DaemonAnswer(number, error=NoClusterError(self._end)))
+        return pending
+
+    def _ask(self, name: str, *arguments: Any, on_progress: Callable[[str], None] = lambda text: None) -> Any:
+        return self._send(name, *arguments, on_progress=on_progress).result()
+
+    def connect(self, who: str, *, take: bool = False) -> DetachedCluster:
+        """Become the cluster's notebook, and return the facts about it. The notebook that starts it is connected.
+
+        Args:
+            who: The notebook's name, for others that try to connect.
+            take: Whether to take the cluster over from another notebook.
+
+        Raises:
+            ClusterError: Another notebook is connected.
+        """
+        return self._know(self._ask("connect", who, __version__, take))
+
+    def plan(self, on_progress: Callable[[str], None]) -> DetachedCluster:
+        """Have the daemon choose the engines' devices. Return the facts about the cluster."""
+        return self._know(self._ask("plan", on_progress=on_progress))
+
+    def _know(self, facts: DetachedCluster) -> DetachedCluster:
+        self._facts, self._hosts = facts, dict(facts.hosts)
+        return facts
+
+    def when_lost(self, handle: OnLost) -> None:
+        """Call a function, in a thread of its own, when the cluster is lost, or now if it is lost already."""
+        with self._losing:
+            self._on_lost, lost = handle, self._lost
+        if lost is not None:
+            threading.Thread(target=handle, args=lost, name="distnb-lost", daemon=True).start()
+
+    @property
+    def facts(self) -> DetachedCluster:
+        """The facts about the cluster."""
+        assert self._facts is not None
+        return self._facts
+
+    def summary(self) -> ClusterSummary:
+        """Return the cluster's line of `distnb list`."""
+        found: ClusterSummary = self._ask("summary")
+        return found
+
+    # -- as `Cluster` ------------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> dict[int, EngineProcess]:
+        """The latest process of every engine, running or ended, by engine id."""
+        return dict(sorted(self._engines.items()))
+
+    @property
+    def directory(self) -> Path:
+        """The cluster's private directory."""
+        return self.facts.directory
+
+    def host(self, engine: int) -> str:
+        """Return the name of an engine's machine, or "" for this one."""
+        return self._hosts.get(engine, "")
+
+    def start(
+        self,
+        *,
+        on_progress: Callable[[str], None] = lambda text: None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Start the engines, and return when all of them are ready. `meanwhile` runs in this thread."""
+        pending = self._send("start", on_progress=on_progress)
+        meanwhile()
+        pending.result()
+
+    def restart(self, engines: Sequence[int], *, on_progress: Callable[[str], None] = lambda text: None) -> None:
+        """Replace engines with new processes of the same ids and devices."""
+        self._ask("restart", tuple(engines), on_progress=on_progress)
+
+    def place_further(
+        self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
+    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
+        """Return places for further engines, and notices for the user."""
+        found: tuple[list[PlacedEngine], tuple[str, ...]] = self._ask(
+            "place_further", list(there), count, on_progress=on_progress
+        )
+        return found
+
+    def add(
+        self,
+        devices: Mapping[int, Device],
+        hosts: Mapping[int, str],
+        *,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Start further engines."""
+        self._hosts.update(hosts)
+        self._ask("add", dict(devices), dict(hosts), on_progress=on_progress)
+
+    def joined(self) -> None:
+        """Have the daemon keep further engines, also if this notebook ends."""
+        self._ask("joined")
+
+    def remove(self, engines: Sequence[int]) -> None:
+        """End engines, and forget them."""
+        self._ask("remove", tuple(engines))
+        for engine in engines:
+            self._hosts.pop(engine, None)
+
+    def notice_ends(self) -> None:
+        """Wait until `engines` shows the ends of the engines that have ended already."""
+        self._ask("notice_ends")
+
+    def engine_ready(self, engine: int) -> None:
+        """Record that the agent of an engine serves programs."""
+        self._send("engine_ready", engine)
+
+    def stop(self) -> None:
+        """End every process of the cluster, and the daemon, whose end is the answer."""
+        self._closed = True
+        with contextlib.suppress(NoClusterError):
+            self._ask("stop")
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect. The engines stay."""
+        self._closed = True
+        # The thread reads, so closing the descriptor alone would not end the connection.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                message = self._pipe.recv()
+            except (EOFError, OSError, TypeError, ValueError):  # the last two: closed by another thread meanwhile
+                self._pipe.close()
+                break
+            match message:
+                case DaemonProgress(number):
+                    self._waiting[number].put(message)
+                case DaemonAnswer(number):
+                    self._update(message.engines)
+                    self._waiting.pop(number).put(message)
+                case Exited(engine, pid, status):
+                    self._update(message.engines)
+                    self.on_exit(engine, pid, status)
+                case Taken(by, name):
+                    self._lose(
+                        f"was taken over by {by}",
+                        f"{by} has taken over the detached cluster {name!r}. Take it back with %distnb connect {name} "
+                        "--take, or start other engines with %distnb start.",
+                    )
+                case Ending(why):
+                    self._why = why
+        if not self._closed:
+            self._lose(f"was ended: {self._why}", self._end)
+        for number in list(self._waiting):
+            self._waiting.pop(number).put(DaemonAnswer(number, error=NoClusterError(self._end)))
+
+    @property
+    def _end(self) -> str:
+        """The reason of the connection's end, with its cure."""
+        if self._lost is not None:
+            return self._lost[1]
+        name = "" if self._facts is None else f" {self._facts.name!r}"
+        return f"The detached cluster{name} has ended: {self._why}. Start another one with %distnb start --detach."
+
+    def _update(self, engines: Mapping[int, EngineProcess]) -> None:
+        if self._lost is None:
+            self._engines = dict(engines)
+
+    def _lose(self, status: str, reason: str) -> None:
+        """Handle the loss of the cluster, the first time: none of its engines exists for this notebook from now on."""
+        with self._losing:
+            if self._lost is not None:
+                return
+            self._lost, handle = (status, reason), self._on_lost
+            self._engines = {
+                engine: process if process.ended else dataclasses.replace(process, ended=status)
+                for engine, process in self._engines.items()
+            }
+        _logger.warning("%s", reason)
+        if handle is not None:
+            threading.Thread(target=handle, args=(status, reason), name="distnb-lost", daemon=True).start()
+
+
+class _Pending:
+    """A request under way. The thread that waits for the result calls `on_progress`."""
+
+    def __init__(self, on_progress: Callable[[str], None]) -> None:
+        self._on_progress = on_progress
+        self._messages: queue.SimpleQueue[DaemonProgress | DaemonAnswer] = queue.SimpleQueue()
+
+    def put(self, message: DaemonProgress | DaemonAnswer) -> None:
+        self._messages.put(message)
+
+    def result(self) -> Any:
+        while isinstance(message := self._messages.get(), DaemonProgress):
+            self._on_progress(message.text)
+        if message.error is not None:
+            raise message.error
+        return message.value
+
+
+def start_daemon(given: DaemonOptions) -> DaemonClient:
+    """Start the daemon of a new detached cluster, and return a connection to it.
+
+    Raises:
+        OptionError: The cluster's name is invalid or taken.
+        StartError: The daemon did not start.
+    """
+    ours, theirs = Pipe()
+    with theirs, _daemon_process(theirs.fileno()) as process:
+        theirs.close()
+        assert process.stderr is not None
+        try:
+            ours.send(given)
+            error = ours.recv()
+        except (EOFError, OSError):
+            error = StartError(f"The daemon of the cluster did not start:\n{process.stderr.read().decode()}")
+        except BaseException:
+            ours.close()  # before the process is waited for, which waits for the options
+            raise
+    if error is not None:
+        ours.close()
+        raise error
+    return DaemonClient(ours)
+
+
+def _daemon_process(connection: int) -> subprocess.Popen[bytes]:
+    """Start the process that forks the daemon, and ends then. The daemon inherits the connection."""
+    return subprocess.Popen(
+        [*PYTHON_MODULE, "distnb.detached.daemon", str(connection)],
+        env={**os.environ, **import_environment()},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=[connection],
+        start_new_session=True,
+    )
+
+
+def summaries() -> list[ClusterSummary]:
+    """Return the lines of `distnb list`: the user's detached clusters on this machine, the oldest first."""
+    found = []
+    for entry in registry.entries():
+        if entry.is_here:
+            with contextlib.suppress(NoClusterError, ClusterError):  # it has ended meanwhile
+                client = DaemonClient(entry.socket)
+                found.append(client.summary())
+                client.close()
+    return found
+
+
+def stop_detached(name: str) -> None:
+    """End a detached cluster.
+
+    Raises:
+        NoClusterError: There is no cluster of this name on this machine.
+    """
+    DaemonClient(registry.find(name).socket).stop()
+
+
+def notebook_name() -> str:
+    """Return a name of this process for the users of other notebooks."""
+    notebook = os.environ.get("JPY_SESSION_NAME", "")
+    kind = os.path.basename(notebook) if notebook else ("a notebook" if "ipykernel" in sys.modules else "a program")
+    return f"{kind} (process {os.getpid()} in {os.getcwd()})"

@@ -1,1 +1,0 @@
-"""The engine of a detached cluster, while no notebook is connected."""

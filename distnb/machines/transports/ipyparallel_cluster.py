@@ -1,0 +1,357 @@
+"""The transport to the machines of an existing ipyparallel cluster.
+
+Whatever launched the cluster (a batch system, Kubernetes, ssh), its engines run code for its clients. The notebook has
+each of them start a `Server` next to it (`ipyparallel_engine.py`), and reaches distnb's engines through the servers:
+
+    notebook ── ipyparallel's controller ──▶ ipyparallel engine 3 ── starts ──▶ server
+       └── server_client ── TCP, encrypted ───────────────────────────────────▶ server ──▶ node agent ──▶ engine 0
+
+ipyparallel's channel only carries the request, and is free again at once. The servers stay connected to a socket of the
+notebook, and end when that connection does: when the transport is closed, or the notebook ends for any reason.
+
+A host is "ipyparallel-" and a number here. If its ipyparallel engine has ended, it gets another one that is free before
+the next start of its engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from distnb.cluster.connection import make_keys
+from distnb.cluster.local.run_directory import RunDirectory
+from distnb.cluster.network import listening_address
+from distnb.cluster.process_environment import PYTHON_MODULE
+from distnb.cluster.worker_placement import is_loopback, split_address
+from distnb.errors import OptionError, StartError
+from distnb.machines.base import Transport, check_versions
+from distnb.machines.secret import write_keys
+from distnb.machines.transports.ipyparallel_client import EngineRequests, check_cluster, connected
+from distnb.machines.transports.ipyparallel_engine import ENGINE_ENDED, boot_id, network_namespace
+
+__all__ = ["EngineMachine", "IPythonParallel", "IPythonParallelOptions", "count_engines"]
+
+_logger = logging.getLogger("distnb.machines")
+
+_BUSY_S = 30.0  # the time in which an ipyparallel engine that is not busy answers
+_START_S = 90.0  # the time in which it starts a server
+_PROBE_S = 2.0
+_CAUSE = re.compile(rf"distnb: ({ENGINE_ENDED}|ended by SIG\w+)")
+
+
+@dataclass(frozen=True)
+class IPythonParallelOptions:
+    """The options for engines on an ipyparallel cluster.
+
+    Attributes:
+        cluster: An `ipyparallel.Cluster` or `Client`, the name of an IPython profile, or the path of a connection file.
+        interface: The interface or address at which the notebook listens, or None.
+        wait_s: The time to wait for ipyparallel engines that are missing or busy; None for the usual time.
+
+    Raises:
+        OptionError: The cluster is of another type, or the time is not a number.
+    """
+
+    cluster: Any
+    interface: str | None = None
+    wait_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.wait_s is not None and not (isinstance(self.wait_s, int | float) and 0 <= self.wait_s < float("inf")):
+            raise OptionError(f"wait={self.wait_s!r}: give a number of seconds, 0 or more.")
+        check_cluster(self.cluster)
+
+
+@dataclass(frozen=True)
+class EngineMachine:
+    """The machine of an ipyparallel engine.
+
+    Attributes:
+        host: The machine's name.
+        boot: The identifier of the machine since its start.
+        network: The identifier of the engine's network on the machine.
+        address: The address from which the engine reaches ipyparallel's controller.
+        gpus: The identifiers of the GPUs that the engine sees.
+    """
+
+    host: str
+    boot: str
+    network: str
+    address: str
+    gpus: tuple[str, ...]
+
+    @property
+    def is_here(self) -> bool:
+        """True if the notebook is on the same machine, in the same network."""
+        return (self.boot, self.network) == (boot_id(), network_namespace())
+
+    def shares(self, other: EngineMachine) -> bool:
+        """Return whether two engines share GPUs, or without GPUs a machine."""
+        return (self.boot, self.gpus) == (other.boot, other.gpus)
+
+    def overlaps(self, other: EngineMachine) -> bool:
+        """Return whether two engines have GPUs in common but do not see the same list of them."""
+        return self.boot == other.boot and bool(set(self.gpus) & set(other.gpus)) and self.gpus != other.gpus
+
+
+@dataclass(frozen=True)
+class _Server:
+    """A server of this cluster, with its key file, and the number and machine of its ipyparallel engine."""
+
+    engine: int
+    machine: EngineMachine
+    address: str
+    keys: Path
+
+
+class IPythonParallel(Transport):
+    """The engines of an ipyparallel cluster, of which the first `prepare` chooses one for each host."""
+
+    def __init__(self, hosts: Sequence[str], options: IPythonParallelOptions) -> None:
+        self._hosts = tuple(hosts)
+        self._options = options
+        self._keys = make_keys()
+        self._directory = RunDirectory()
+        self._lock = threading.Lock()
+        self._lease: _Lease | None = None
+        self._servers: dict[str, _Server] = {}
+        self._planned: dict[str, EngineMachine] = {}  # the machine for which the device of a host was planned
+
+    def prepare(self, hosts: Sequence[str], on_progress: Callable[[str], None]) -> None:
+        """Have the ipyparallel engines of these hosts start servers, unless these run.
+
+        Raises:
+            StartError: The cluster cannot be reached, has too few engines, or an engine cannot start a server.
+        """
+        with self._lock:
+            without = [host for host in hosts if host not in self._servers or not _listens(self._servers[host].address)]
+            if not without:
+                return
+            with connected(self._options.cluster) as client:
+                requests = EngineRequests(client, on_progress)
+                chosen = self._choose(without, requests)
+                self._start_servers(chosen, requests)
+
+    def further_hosts(self, count: int) -> tuple[str, ...]:
+        """Return names for further ipyparallel engines, which `prepare` chooses."""
+        unused = (name for number in itertools.count() if (name := f"ipyparallel-{number}") not in self._planned)
+        return tuple(itertools.islice(unused, count))
+
+    def release(self, host: str) -> None:
+        """Forget the server of a host, whose ipyparallel engine is then free. The server stays until the end."""
+        with self._lock:
+            self._servers.pop(host, None)
+            self._planned.pop(host, None)
+
+    # -- the choice of ipyparallel engines ---------------------------------------------------------------------------
+
+    def _choose(self, hosts: Sequence[str], requests: EngineRequests) -> dict[str, tuple[int, EngineMachine]]:
+        """Return an ipyparallel engine with its machine for each host: the previous one, if it still runs."""
+        others = {host: server for host, server in self._servers.items() if host not in hosts}
+        used = {server.engine for server in others.values()}
+        new = [host for host in hosts if host not in self._servers]
+        if new:
+            requests.wait_for_engines(len(used) + len(hosts), self._options.wait_s)
+        free = [engine for engine in sorted(requests.client.ids) if engine not in used]
+        lost = [host for host in hosts if host not in new]
+        own = {host: engine for host in lost if (engine := self._servers[host].engine) in free}
+        spare = [engine for engine in free if engine not in own.values()]
+        asked = spare[: len(new)] if len(own) == len(lost) else spare
+        machines = self._describe([*own.values(), *asked], requests)
+        found = {host: (engine, machines[engine]) for host, engine in own.items()}
+        for host in hosts:
+            if host in new:
+                engine = asked[0]
+            elif host not in found:
+                engine = self._replacement(host, {engine: machines[engine] for engine in asked}, found)
+            else:
+                continue
+            asked.remove(engine)
+            found[host] = engine, machines[engine]
+        _check_gpus({server.engine: server.machine for server in others.values()} | dict(found.values()))
+        return found
+
+    def _replacement(
+        self, host: str, spare: Mapping[int, EngineMachine], found: Mapping[str, tuple[int, EngineMachine]]
+    ) -> int:
+        """Return a spare ipyparallel engine for a host, on whose machine the host's device is free.
+
+        The devices were planned before: hosts with devices of one machine have different devices, on any machine.
+        """
+        planned = self._planned[host]
+        now = {other: server.machine for other, server in self._servers.items() if other not in found and other != host}
+        now |= {other: machine for other, (_, machine) in found.items()}
+
+        def suits(machine: EngineMachine) -> bool:
+            others = [self._planned.get(other, theirs) for other, theirs in now.items() if theirs.shares(machine)]
+            free = not machine.gpus or all(other.shares(planned) for other in others)
+            overlaps = any(theirs.overlaps(machine) for theirs in now.values())
+            return free and not overlaps and len(machine.gpus) >= len(planned.gpus)
+
+        for engine, machine in sorted(spare.items(), key=lambda each: not each[1].shares(planned)):
+            if suits(machine):
+                return engine
+        lost = self._servers[host]
+        other = f"engine with a free GPU among {', '.join(map(str, spare))}" if spare else "other engine"
+        raise StartError(
+            f"ipyparallel's engine {lost.engine} on {lost.machine.host} has ended, and the cluster has no {other}. "
+            "Start one more (cluster.start_engines_sync(1), or `ipcluster engines -n 1`), and repeat the restart."
+        )
+
+    def _describe(self, engines: Sequence[int], requests: EngineRequests) -> dict[int, EngineMachine]:
+        patience_s = _BUSY_S if self._options.wait_s is None else self._options.wait_s
+        answers = requests.send(engines, "describe()", {}, patience_s)
+        machines = {}
+        for engine, facts in answers.items():
+            check_versions(f"ipyparallel's engine {engine} ({facts['host']})", facts)
+            machines[engine] = EngineMachine(**{field.name: facts[field.name] for field in fields(EngineMachine)})
+        return machines
+
+    # -- the servers -------------------------------------------------------------------------------------------------
+
+    def _start_servers(self, chosen: Mapping[str, tuple[int, EngineMachine]], requests: EngineRequests) -> None:
+        lease = self._lease = self._lease or self._listen([machine for _, machine in chosen.values()])
+        for engine, machine in chosen.values():
+            if is_loopback(lease.address) and not machine.is_here:
+                raise StartError(
+                    f"ipyparallel's engine {engine} is on another machine ({machine.host}), but this cluster listens "
+                    "on loopback only, because all of its engines were on this machine. Stop it, and start it again."
+                )
+        request = {
+            "client": self._keys.client_public,
+            "lease": lease.key,
+            "url": lease.url,
+            "notebook": lease.address,
+        }
+        asked = [engine for engine, _ in chosen.values()]
+        answers = requests.send(asked, "start_server(request)", {"request": request}, _START_S)
+        failures = []
+        for host, (engine, machine) in chosen.items():
+            answer = answers[engine]
+            if "error" in answer:
+                failures.append(f"ipyparallel's engine {engine} ({machine.host}): {answer['error']}")
+                continue
+            path = self._directory.path / f"{host}.keys"
+            write_keys(path, replace(self._keys, server_public=answer["key"], server_secret=""))
+            self._servers[host] = _Server(engine=engine, machine=machine, address=answer["address"], keys=path)
+            self._planned.setdefault(host, machine)
+            _logger.info("%s is next to ipyparallel's engine %d: %s", host, engine, self._servers[host])
+        if failures:
+            raise StartError("\n".join(failures))
+
+    def _listen(self, machines: Sequence[EngineMachine]) -> _Lease:
+        others = [machine.address for machine in machines if not machine.is_here]
+        if not others and self._options.interface is None:
+            return _Lease("127.0.0.1")
+        return _Lease(listening_address(others, self._options.interface))
+
+    def command(self, host: str, task: str) -> list[str]:
+        """Return the command of a client of the host's server."""
+        server = self._servers[host]
+        return [*PYTHON_MODULE, "distnb.machines.server_client", server.address, str(server.keys), task]
+
+    def network_name(self, host: str) -> str:
+        """Return the address of the host's server."""
+        return split_address(self._servers[host].address)[0]
+
+    def machine(self, host: str) -> str:
+        """Return the name of the machine, with a number if its engines see different GPUs, or machines have one name.
+
+        A batch system that gives each engine GPUs of its own also divides the cores.
+        """
+        machine = self._servers[host].machine
+        distinct: list[EngineMachine] = []
+        for server in self._servers.values():
+            if not any(map(server.machine.shares, distinct)):
+                distinct.append(server.machine)
+        first = next(other for other in distinct if other.shares(machine))
+        number = [other for other in distinct if other.host == first.host].index(first)
+        return first.host if number == 0 else f"{first.host} ({number + 1})"
+
+    def cause(self, output: str) -> str:
+        """Return the reason that the server wrote before it ended."""
+        found = _CAUSE.findall(output)
+        return str(found[-1]) if found else ""
+
+    def unreached(self, host: str, status: int) -> str:
+        """Return the error, with the address of the host's server."""
+        server = self._servers[host]
+        return (
+            f"There is no connection to {host}, the server at {server.address} next to ipyparallel's engine "
+            f"{server.engine} on {server.machine.host}. Unlike ipyparallel's clients, the notebook connects to the "
+            "machines of the engines directly: run it where no firewall is between them."
+        )
+
+    def close(self) -> None:
+        """End the connections to the servers, which end then."""
+        with self._lock:
+            lease, self._lease = self._lease, None
+            if lease is not None:
+                lease.close()
+            self._directory.remove()
+
+
+def count_engines(options: IPythonParallelOptions) -> int:
+    """Return the number of engines of the cluster, of which there is at least one."""
+    with connected(options.cluster) as client:
+        return len(EngineRequests(client, lambda text: None).wait_for_engines(1, options.wait_s))
+
+
+class _Lease:
+    """A socket of the notebook to which servers connect for as long as they are needed. It carries no messages.
+
+    Anyone who knows the public key can connect. Messages are never read, and few and small ones are kept.
+
+    Args:
+        address: The address to listen at.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        keys = make_keys()
+        self.key = keys.server_public
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey, self._socket.curve_publickey = keys.server_secret.encode(), self.key.encode()
+        self._socket.rcvhwm, self._socket.maxmsgsize = 1, 1024  # enough for CURVE's handshake
+        self._socket.ipv6 = ":" in address
+        try:
+            self._socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
+        except zmq.ZMQError as error:
+            self.close()
+            raise StartError(f"The notebook cannot listen on {address}: {error}.") from error
+        self.url = self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def _listens(address: str) -> bool:
+    """Return whether a process listens at an address."""
+    with suppress(OSError), socket.create_connection(split_address(address), timeout=_PROBE_S):
+        return True
+    return False
+
+
+def _check_gpus(machines: Mapping[int, EngineMachine]) -> None:
+    """Raise StartError if a GPU could be used twice, under different numbers."""
+    for one, first in machines.items():
+        for other, second in machines.items():
+            if first.overlaps(second):
+                raise StartError(
+                    f"ipyparallel's engines {one} and {other} on {first.host} have GPUs in common, but see different "
+                    f"lists: engine {one} sees {', '.join(first.gpus)}; engine {other} sees {', '.join(second.gpus)}. "
+                    "Set CUDA_VISIBLE_DEVICES to the same list for all engines of a machine, or to lists that have "
+                    "nothing in common."
+                )

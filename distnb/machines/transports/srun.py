@@ -1,0 +1,106 @@
+"""The transport by srun, to the nodes of the Slurm allocation in which the notebook runs.
+
+ipyparallel would submit a batch job, whose engines start at some later time without a connection to this process. Here,
+each engine has an srun that stays connected, inside the existing allocation.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
+from distnb.errors import OptionError, StartError
+from distnb.machines.base import NODE_AGENT, Transport
+
+__all__ = ["Slurm", "allotted_nodes", "tasks_of_nodes"]
+
+_NEEDED = (
+    "--nodes=1",
+    "--ntasks=1",
+    "--overlap",  # each engine is a step; all share the node's part of the allocation
+    "--mem=0",
+    "--export=ALL",
+    "--input=all",
+    "--output=all",
+    "--error=all",
+)
+_USUAL = ("--job-name=distnb", "--cpu-bind=none", "--mpi=none")
+_KEPT = re.compile(r"SLURM_(JOB.*|CONF|CLUSTERS|JWT|WORKING_CLUSTER)")
+_CANCELLED = re.compile(r"\*\*\* (\S+ \S+ ON \S+ CANCELLED .*?) \*\*\*")
+_ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
+
+
+class Slurm(Transport):
+    """The nodes of this process's allocation. `arguments` are further arguments for srun."""
+
+    def __init__(self, arguments: Sequence[str] = ()) -> None:
+        self._arguments = tuple(arguments)
+
+    def command(self, host: str, task: str) -> list[str]:
+        """Return the command of an srun that stays connected."""
+        # If an option is given twice, srun uses the last value. So the user can override `_USUAL`, but not `_NEEDED`.
+        srun = ["srun", *_USUAL, *self._arguments, *_NEEDED, f"--nodelist={host}"]
+        return [*srun, *NODE_AGENT, task]
+
+    def environment(self, directory: Path) -> Mapping[str, str]:
+        """Return the environment without the variables of a surrounding step, which srun would read as options."""
+        return {
+            name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or _KEPT.fullmatch(name)
+        }
+
+    def network_name(self, host: str) -> str:
+        """Return the address by which Slurm itself reaches a node."""
+        command = ["scontrol", "show", "node", host, "--oneliner"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError as error:
+            raise StartError(
+                f"There are no Slurm programs on this machine: {error}. Start the notebook on a node of the cluster."
+            ) from error
+        found = _ADDRESS.search(done.stdout)
+        if found is None:
+            said = (done.stderr or done.stdout).strip()
+            raise StartError(f"Slurm gives no address of the node {host}. `{' '.join(command)}` says: {said}")
+        return found[1]
+
+    def cause(self, output: str) -> str:
+        """Return Slurm's reason for cancelling a step: scancel, or its time limit."""
+        found = _CANCELLED.findall(output)
+        return f"Slurm says: {found[-1]}" if found else ""
+
+    def unreached(self, host: str, status: int) -> str:
+        """Return the error, with the requirements of srun."""
+        return (
+            f"srun cannot start a process on {host}. The node must be up, and have the same Python environment at the "
+            f"same path ({sys.executable}) as this machine."
+        )
+
+
+def allotted_nodes() -> tuple[str, ...]:
+    """Return the nodes of the allocation in which this process runs."""
+    text = os.environ.get("SLURM_JOB_NODELIST", "")
+    if not text or not os.environ.get("SLURM_JOB_ID"):
+        raise OptionError(
+            "launcher='slurm' needs an allocation, but this process runs in none (SLURM_JOB_ID and SLURM_JOB_NODELIST "
+            "are not set). Get one, with --no-kill so that it outlives a node, and start Jupyter inside: "
+            "`salloc --no-kill --nodes=2 jupyter lab`, or the same by sbatch."
+        )
+    return tuple(expand_host_list(text))
+
+
+def tasks_of_nodes() -> dict[str, int]:
+    """Return the number of tasks on each node that were requested with the allocation; empty if only nodes were."""
+    asked = any(os.environ.get(f"SLURM_{name}") for name in ("NTASKS_PER_NODE", "NTASKS", "NPROCS"))
+    counts = os.environ.get("SLURM_TASKS_PER_NODE", "")
+    if not asked or not counts:
+        return {}
+    nodes = allotted_nodes()
+    numbers = expand_counts(counts)
+    if len(numbers) != len(nodes):  # the numbers describe the notebook's own step
+        return {}
+    return dict(zip(nodes, numbers, strict=True))

@@ -1,1 +1,0 @@
-"""Connecting a notebook to engines that stayed when another notebook ended."""
