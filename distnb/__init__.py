@@ -159,7 +159,14 @@ def __getattr__(name: str) -> Any:
             return __getattr__(NAMES[name])
         raise UnknownNameError("distnb", name, _WHERE)
     module, _, inner = _WHERE[name].partition(":")
-    loaded = importlib.import_module(module)
+    try:
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("distnb."):
+            raise
+        from distnb.features import missing
+
+        raise missing(f"distnb.{name}") from error
     value = loaded if _WHERE[name].endswith(":") else getattr(loaded, inner or name)
     globals()[name] = value
     return value

@@ -29,6 +29,7 @@
     │   └── CheckpointMismatchError (AssertionError)  it does not match the objects
     ├── InvariantError      (AssertionError)  distnb's own state contradicts itself: a defect
     ├── LibraryVersionError (ImportError)  another library's version is not supported
+    ├── MissingFeatureError (ImportError)  the folder of a feature was removed from this installation
     ├── RemoteError                      a replica's exception whose type cannot be sent
     └── MessageError          (ValueError)     invalid bytes on a channel
 
@@ -59,6 +60,7 @@ __all__ = [
     "LibraryVersionError",
     "MeanLossError",
     "MessageError",
+    "MissingFeatureError",
     "NamespaceError",
     "NoClusterError",
     "OptionError",
@@ -217,6 +219,10 @@ class InvariantError(DistnbError, AssertionError):
 
 class LibraryVersionError(DistnbError, ImportError):
     """Another library is installed in a version that distnb does not support."""
+
+
+class MissingFeatureError(DistnbError, ImportError):
+    """A feature is needed whose folder was removed from this installation."""
 
 
 class RemoteError(DistnbError):

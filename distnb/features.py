@@ -1,0 +1,89 @@
+"""Features: folders of the package that the core does not know, and the extension points where they add to it.
+
+A folder is a feature if it has a module `feature`. That module loads nothing of its folder: it names objects, by place
+and by text, and the core loads an object when it needs it. Deleting the folder removes the feature. For example,
+`distnb/servers/feature.py` contains
+
+    add("runtimes", "parameter_server", "distnb.servers.variables.roles:runtime_of")
+
+and the core calls `require("runtimes", "parameter_server")(strategy)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from distnb.errors import MissingFeatureError
+
+__all__ = ["add", "every", "find", "missing", "require"]
+
+_places: dict[str, dict[str, str]] = {}
+
+
+def add(point: str, name: str, place: str) -> None:
+    """Add an object to an extension point. Only modules named `feature` call this.
+
+    Args:
+        point: The extension point (ARCHITECTURE.md lists them).
+        name: The name under which the core asks for the object.
+        place: The object's `module:attribute`, or `module` for the module itself.
+    """
+    _places.setdefault(point, {})[name] = place
+
+
+def find(point: str, name: str) -> Any:
+    """Return the object that a feature added under this name, or None if there is none."""
+    place = _added(point).get(name)
+    return None if place is None else _object(place)
+
+
+def require(point: str, name: str) -> Any:
+    """Return the object that a feature added under this name.
+
+    Raises:
+        MissingFeatureError: No feature has added it.
+    """
+    found = find(point, name)
+    if found is None:
+        raise missing(f"{name} ({point})")
+    return found
+
+
+def every(point: str) -> list[Any]:
+    """Return all objects that features added to an extension point, in the order of the features' names."""
+    return [_object(place) for place in _added(point).values()]
+
+
+def missing(what: str) -> MissingFeatureError:
+    """Return the error for the use of a feature that was removed."""
+    return MissingFeatureError(
+        f"{what} belongs to a feature that this installation of distnb lacks. Install distnb again: "
+        "pip install --force-reinstall --no-deps distnb."
+    )
+
+
+def _added(point: str) -> dict[str, str]:
+    _load_features()
+    return _places.get(point, {})
+
+
+@cache
+def _load_features() -> None:
+    package = Path(__file__).parent
+    for folder in sorted(path.parent.name for path in package.glob("*/feature.py")):
+        name = f"distnb.{folder}"
+        try:
+            importlib.import_module(f"{name}.feature")
+        except ModuleNotFoundError as error:
+            if error.name not in (name, f"{name}.feature"):
+                raise
+
+
+@cache
+def _object(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
