@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distnb.errors import CheckpointError
+from distnb.runtime.program_ends import at_program_end
 
 __all__ = ["is_free_for_cleaning", "keep", "release_kept", "saving"]
 
@@ -196,4 +197,5 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+at_program_end(release_kept)
 atexit.register(release_kept)  # the kernel frees the lock but leaves its file

@@ -24,7 +24,6 @@ from tornado.ioloop import IOLoop
 
 from distnb import strategies
 from distnb.accelerators import torch_device
-from distnb.checkpoint import folder_locks
 from distnb.collectives.group.groups import groups
 from distnb.compat.ipython_internals import redirect_errors
 from distnb.detached.absence import Absence
@@ -53,6 +52,7 @@ from distnb.objects.code import spawned_processes
 from distnb.objects.packing import Packed
 from distnb.runtime import spmd, step_count
 from distnb.runtime.inspection import inspecting
+from distnb.runtime.program_ends import program_ended
 from distnb.runtime.randomness import streams
 from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
@@ -359,7 +359,7 @@ class Agent:
         _logger.debug("program %d ended: %s", message.program, reply.status)
         if self._absence is not None:
             self._latest_error = reply.error
-        folder_locks.release_kept()
+        program_ended()
         debugger.stop_stepping()
         self._console.leave()
         self._console.stopped_in = None

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from distnb.checkpoint import folder_locks
 from distnb.compat.ipython_internals import autoreloader
 from distnb.magics import tracebacks
 from distnb.magics.cell_history import CellHistory
@@ -25,6 +24,7 @@ from distnb.notebook.namespace.module_watch import FileVersion
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.objects.code import spawned_processes
 from distnb.objects.modes.environment import cell_began
+from distnb.runtime.program_ends import program_ended
 from distnb.widgets.front import Front
 from distnb.widgets.panel.side_panel import SidePanel
 
@@ -135,7 +135,7 @@ class Extension:
     def _end(self, result: ExecutionResult | None) -> None:
         self._leave()
         self._finish_calls(result, stop=result is None or isinstance(result.error_in_exec, KeyboardInterrupt))
-        folder_locks.release_kept()
+        program_ended()
         if (session := compose.current()) is not None:
             session.save_names()
         self._history.end(result)

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from distnb.checkpoint import folder_locks
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.start_options import StartOptions
 from distnb.detached.reconnection import Restored, restore_names, resume_programs
@@ -38,6 +37,7 @@ from distnb.notebook.views.front_end import FrontEnd
 from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.options import StrategySpec
 from distnb.runtime import step_count
+from distnb.runtime.program_ends import program_ended
 from distnb.runtime.this_process import this_process
 from distnb.story import Transition
 from distnb.topology import Task, Team
@@ -473,7 +473,7 @@ class Session:
                     profiled=profile is not None,
                 )
                 self._supervisor.publish(Status(program=program, state="started", team=team))
-                folder_locks.release_kept()  # the cell may save where this process has saved
+                program_ended()  # the cell may save where this process has saved
                 outcome = self._dispatch.post(program, team.engines, message, quiet=False)
                 sent = time.monotonic()
                 self._wait(outcome, team)
