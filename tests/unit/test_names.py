@@ -16,12 +16,11 @@ SHARED_MODULE_NAMES = {
     "__main__": "Python gives it to what `python -m` runs",
     "base": "the abstract base class of each folder",
     "checkpoint": "a folder whose main module holds the public class of that name",
-    "closures": "a folder at both ends, in the notebook and in the engine",
     "coordinator": "a folder whose main module holds the public class of that name",
     "estimator": "a folder whose main module holds the public class of that name",
     "namespace": "a folder at both ends, in the notebook and in the engine",
     "output": "a folder at both ends, in the notebook and in the engine",
-    "servers": "the folder for parameter servers, of the runtime and of Keras",
+    "sharded": "a feature, and its strategy",
 }
 
 
@@ -40,11 +39,17 @@ def classes() -> dict[str, list[str]]:
 
 
 def modules() -> dict[str, list[str]]:
-    """Return where modules and packages of each name are."""
+    """Return where modules and packages of each name are.
+
+    Each feature has a module `feature`, and may have a folder for its part of a room, such as `servers/engine/`.
+    """
     found = defaultdict(list)
+    rooms = {path.name for path in ROOT.iterdir() if path.is_dir()}
     for path in sorted(ROOT.rglob("*.py")):
-        place = path.parent if path.name == "__init__.py" else path
-        found[place.stem].append(str(place.relative_to(ROOT)))
+        place = (path.parent if path.name == "__init__.py" else path).relative_to(ROOT)
+        is_part_of_a_room = path.name == "__init__.py" and len(place.parts) == 2 and place.name in rooms
+        if place.stem != "feature" and not is_part_of_a_room:
+            found[place.stem].append(str(place))
     return found
 
 
@@ -61,5 +66,6 @@ def test_every_allowed_shared_name_is_shared() -> None:
 
 
 def test_no_folder_holds_more_modules_than_a_reader_can_survey() -> None:
-    counts = Counter(path.parent for path in ROOT.rglob("*.py") if path.name != "__init__.py")
+    public = {ROOT / f"{name}.py" for name in distnb.__all__}  # namespaces such as `distnb.coordinator`
+    counts = Counter(path.parent for path in ROOT.rglob("*.py") if path.name != "__init__.py" and path not in public)
     assert {str(folder) for folder, count in counts.items() if count > MODULES_PER_FOLDER} == set()
