@@ -62,7 +62,8 @@ class Program:
         dtype: The default dtype.
         tolerance: The largest difference in a list of numbers, relative to its largest entry.
         notices: Text that the cell shows in stderr.
-        samples: The number of strategies under which `make test` runs it, other ones for each program; None for all.
+        samples: The number of strategies under which `make test` runs it, other ones for each program.
+        has_many_cases: Whether it is one of many cases that differ in constants only.
     """
 
     name: str
@@ -79,7 +80,8 @@ class Program:
     dtype: str
     tolerance: float
     notices: str
-    samples: int | None
+    samples: int
+    has_many_cases: bool
 
     @property
     def parts(self) -> list[str]:
@@ -100,7 +102,8 @@ class _Registry:
 
 
 _registry = _Registry()
-_MANY, _SAMPLES = 4, 3
+_MANY = 4
+_SAMPLES, _SAMPLES_OF_MANY = 4, 2
 
 
 def program(
@@ -125,8 +128,7 @@ def program(
         cases: The program's cases: the constants of each, by its name. `expected` is called with them as keywords.
             The refusals of a case may be among its constants, as `refused`. Each of many cases has samples only.
     """
-    if samples is None and len(cases or {}) >= _MANY:
-        samples = _SAMPLES
+    many = len(cases or {}) >= _MANY
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         source = inspect.getsource(inspect.getmodule(function))  # type: ignore[arg-type]
@@ -150,7 +152,8 @@ def program(
                     dtype=dtype,
                     tolerance=tolerance,
                     notices=notices,
-                    samples=samples,
+                    samples=samples or (_SAMPLES_OF_MANY if many else _SAMPLES),
+                    has_many_cases=many,
                 )
             )
         return function

@@ -42,14 +42,14 @@ def resize(notebook: Notebook, size: int) -> None:
 
 
 def interruptions() -> list[object]:
-    """Return every (program, way, size after the pause), with the mark `soak` for all but one mode of each."""
+    """Return every (program, way, size after the pause), with the mark `soak` for all but one of each strategy."""
     listed = []
     for number, program in enumerate(PROGRAMS):
         for turn, strategy in enumerate(each for each in DISTRIBUTED if each in program.under):
             for mode_number, mode in enumerate(("cell", "ordinary")):
-                for before, after in ((2, 3), (3, 1), (2, 2)):
+                for kind, (before, after) in enumerate(((2, 3), (3, 1), (2, 2))):
                     way = Way(strategy, mode, before)
-                    chosen = (number + turn) % 2 == mode_number and not (program.samples and turn % 2)
+                    chosen = (number + turn) % 2 == mode_number and (number + turn) % 3 == kind
                     listed.append(
                         pytest.param(
                             program.name,
@@ -98,7 +98,7 @@ def transfers() -> list[object]:
             saves,
             restores,
             marks=[]
-            if (number + turn + other) % len(SYNCHRONOUS) < (1 if program.samples else 2)
+            if (number + turn + other) % len(SYNCHRONOUS) == 0 and (number + turn) % 2 == 0
             else [pytest.mark.soak],
             id=f"{program.name}-{saves}-{restores}",
         )

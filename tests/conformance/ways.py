@@ -73,14 +73,14 @@ def ways_of(program: Program) -> list[Way]:
 
 
 def covering(program: Program, number: int) -> set[Way]:
-    """Return the ways that `make test` runs: each strategy once, in a mode and with replicas that differ by program.
+    """Return the ways that `make test` runs: neighbouring strategies, in a mode and with replicas that differ by program.
 
-    Of a program with `samples`, these are so many neighbouring strategies, without those that have one replica.
+    A case of a program with many cases runs under fewer strategies, and only under those with several replicas.
     """
     chosen = set()
-    count = len(program.under)
     for turn, strategy in enumerate(program.under):
-        if (turn - number) % count >= (program.samples or count) or (program.samples and strategy in ALONE):
+        is_sampled = (turn - number) % len(program.under) < program.samples
+        if not is_sampled or (program.has_many_cases and strategy in ALONE):
             continue
         ways = [way for way in ways_of(program) if way.strategy == strategy]
         several = [way for way in ways if way.replicas > 1] or ways

@@ -20,7 +20,7 @@ ROOT = Path(distnb.__path__[0])
 
 ELSEWHERE = {
     "cluster/local/script_replica.py": "sys.argv and sys.last_value, as the interpreter sets them for a script",
-    "coordinator/pickling.py": "a class of the notebook's, which a closure's pickle defines in __main__",
+    "servers/coordinator/pickling.py": "a class of the notebook's, which a closure's pickle defines in __main__",
     "engine/agent.py": "sys.stdout and sys.stderr of the engine",
     "engine/debugging/debugger.py": "the latest debugger, which is data of pdb",
     "engine/guard.py": "sys.unraisablehook, which calls the one before",
