@@ -18,19 +18,13 @@ __all__ = ["main"]
 
 _USAGE_ERROR = 2
 _INTERRUPTED = 128 + signal.SIGINT
-_WAIT_S = 60.0
-_WITH_VALUE = ("-n", "--devices", "--min", "--max", "--wait")
-_WITH_EQUALS = tuple(f"{name}=" for name in _WITH_VALUE[1:])
+_WITH_VALUE = ("-n", "--devices")
 _NUMBER = re.compile(r"-n-?[0-9]+")
 
 _RUN_TEXT = """\
 Runs SCRIPT once per replica, as torchrun does on one machine: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
 MASTER_ADDR and MASTER_PORT are set, and every connection stays on this machine. Each output line names its replica.
 When a replica fails, distnb ends the others and exits with its exit code. Ctrl-C ends all of them.
-
-With --min M, a script that calls distnb.elastic survives replicas that a signal kills: the others continue, and a new
-one replaces each. The script ends if fewer than M are left for a minute (--wait), or if its own code fails. Each output
-line names its process; new processes have new numbers. docs/elastic.md describes such scripts.
 
 With TF_CONFIG in the environment this machine is one worker of a cluster: start the same command, with the same
 number of replicas, on each of its machines. They communicate over the addresses in TF_CONFIG, unencrypted: use a
@@ -44,7 +38,6 @@ examples:
   distnb run train.py -n 2 --lr 0.1 --epochs 5       --lr and --epochs go to train.py
   distnb run --devices cuda:0,cuda:1 train.py
   distnb run -n 2 -m package.train --lr 0.1
-  distnb run --min 2 --max 4 train.py                four processes; the training continues while two are left
 """
 
 
@@ -102,24 +95,13 @@ def _parser() -> argparse.ArgumentParser:
 def _run_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="distnb run",
-        usage="distnb run [-n N | --min M [--max N] [--wait SECONDS]] [--devices LIST] [--oversubscribe] "
-        "SCRIPT|-m MODULE [ARGUMENT …]",
+        usage="distnb run [-n N] [--devices LIST] [--oversubscribe] SCRIPT|-m MODULE [ARGUMENT …]",
         description=_RUN_TEXT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
         "-n", dest="n", type=int, metavar="N", help="number of replicas (default: one per GPU, or 2 on the CPU)"
-    )
-    parser.add_argument(
-        "--min", dest="least", type=int, metavar="M", help="continue while M replicas are left, and replace lost ones"
-    )
-    parser.add_argument("--max", dest="most", type=int, metavar="N", help="with --min: the number of replicas, as -n")
-    parser.add_argument(
-        "--wait",
-        type=float,
-        metavar="SECONDS",
-        help=f"with --min: end if fewer than M are left for so long (default: {_WAIT_S:g})",
     )
     parser.add_argument(
         "--devices", metavar="LIST", help="the replicas' devices, separated by commas: cuda:0,cuda:1 or cpu:0,cpu:1"
@@ -149,19 +131,11 @@ def _run(words: list[str]) -> int:
         from distnb.cluster.resolvers import TFConfigClusterResolver
         from distnb.cluster.worker_placement import placement_of
 
-        n = _number(options)
-        devices = plan_devices(n, options.devices, oversubscribe=options.oversubscribe)
+        devices = plan_devices(options.n, options.devices, oversubscribe=options.oversubscribe)
         check_capacity(len(devices), this_machine(), oversubscribe=options.oversubscribe)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, _end)
-        placement = placement_of(TFConfigClusterResolver())
-        if options.least is None:
-            return run_script(command, devices, placement)
-        if placement is not None:
-            raise OptionError("--min is for one machine, but TF_CONFIG names several. Unset TF_CONFIG.")
-        from distnb.cluster.local.elastic_script import run_elastic_script
-
-        return run_elastic_script(command, devices, options.least, _WAIT_S if options.wait is None else options.wait)
+        return run_script(command, devices, placement_of(TFConfigClusterResolver()))
     except OptionError as error:
         parser.error(str(error))
     except DistnbError as error:
@@ -170,16 +144,6 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("distnb run: interrupted; every replica was ended.", file=sys.stderr)
         return _INTERRUPTED
-
-
-def _number(options: argparse.Namespace) -> int | None:
-    """Return the number of replicas. Raise OptionError if options contradict each other."""
-    if options.least is None and (options.most is not None or options.wait is not None):
-        raise OptionError(f"{'--max' if options.most is not None else '--wait'} needs --min: --min 2 --max 4.")
-    if options.n is not None and options.most is not None:
-        raise OptionError(f"-n {options.n} and --max {options.most} were both given. Give one of them.")
-    n: int | None = options.n if options.most is None else options.most
-    return n
 
 
 def _list(words: list[str]) -> int:
@@ -246,7 +210,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
             break
         if word in _WITH_VALUE and left:
             ours += [word, left.pop(0)]
-        elif word == "--oversubscribe" or word.startswith(_WITH_EQUALS) or _NUMBER.fullmatch(word):
+        elif word == "--oversubscribe" or word.startswith("--devices=") or _NUMBER.fullmatch(word):
             ours.append(word)
         elif command:
             left.insert(0, word)

@@ -130,13 +130,6 @@ class Spmd:
             return {}
         return self._sync.changed_by_hand()
 
-    def discard_gradients(self) -> None:
-        """Set the gradients of the mirrored parameters to None."""
-        for group in self._sync.groups:
-            for _, parameter in group.living():
-                parameter.grad = None
-            group.local.clear()
-
     def writes(self) -> dict[str, int]:
         """Return the number of writes to each model's parameters in this generation, after a program has failed.
 

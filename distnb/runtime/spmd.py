@@ -110,11 +110,6 @@ class SpmdProcess:
             if all(spec in theirs for theirs in known):
                 runtimes[spec].settle()
 
-    def discard_gradients(self) -> None:
-        """Set the gradients of all mirrored parameters to None, because the step that made them is repeated."""
-        for each in self._runtimes.values():
-            each.discard_gradients()
-
     def strategy_of(self, made: torch.Tensor | torch.nn.Module) -> Owner | None:
         """Return the strategy that made a parameter or a model (see `Registration.owns`), or None."""
         return next((strategy for strategy, each in self._runtimes.items() if each.registration.owns(made)), None)

@@ -147,12 +147,6 @@ class ShardedSpmd(Spmd):
             return {}
         return super().writes() | self._sharded.writes()
 
-    def discard_gradients(self) -> None:
-        super().discard_gradients()
-        self._sharded.reset()
-        for parameter in self._sharded.parameters():
-            parameter.grad = None
-
     # Computing --------------------------------------------------------------------------------------------------------
 
     def _explain(self, error: Exception) -> None:

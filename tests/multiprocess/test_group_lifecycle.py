@@ -146,9 +146,9 @@ def test_a_late_failure_of_an_earlier_generation_does_not_affect_the_next():
     program = """
     from distnb.errors import CollectiveError
     earlier = groups.join(team(0), rank, cpu).process_group.communicator
-    groups.join(team(1), rank, cpu)
+    current = groups.join(team(1), rank, cpu).process_group.communicator
     earlier.fail(CollectiveError("a thread found it just before"))
-    result = sum_of(1), groups.failure()
+    result = sum_of(1), current.failure
     """
     assert results(program, 1) == [(1, None)]
 

@@ -47,6 +47,15 @@ def test_only_every_nth_commit_is_saved(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("ckpt-*")] == ["ckpt-1"]
 
 
+def test_a_restarted_script_without_a_directory_says_that_it_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    checkpoint, train = _training(tmp_path, fail_at=0)
+    distnb.elastic(train, checkpoint)
+    assert "the training starts from the beginning. Give it one" in capsys.readouterr().err
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
     checkpoint, train = _training(tmp_path, fail_at=0)
     with pytest.raises(OptionError, match=r"takes a distnb\.Checkpoint and got a Linear"):

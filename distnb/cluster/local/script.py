@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
@@ -26,11 +26,11 @@ from distnb.errors import StartError
 from distnb.process_log import close_log, open_log
 from distnb.topology import Device
 
-__all__ = ["EXIT_S", "ScriptRun", "run_script"]
+__all__ = ["run_script"]
 
 _logger = logging.getLogger("distnb.cluster.script")
 
-EXIT_S = 3.0  # the time in which a replica that has reported an error may exit by itself
+_EXIT_S = 3.0  # the time in which a replica that has reported an error may exit by itself
 _REPLICA = (*PYTHON_MODULE, "distnb.cluster.local.script_replica")
 
 
@@ -57,7 +57,7 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Wor
     if placement is None:
         require_loopback()
     with ExitStack() as undo:  # each step is undone, even if undoing another fails
-        run = ScriptRun()
+        run = _ScriptRun()
         undo.callback(run.close)
         store, seat = _store_and_seat(placement, run.directory)
         # torch loads here while it loads in the replicas. Early requests wait in the socket's queue.
@@ -103,7 +103,7 @@ def _finish(thread: threading.Thread) -> None:
         thread.join()
 
 
-class ScriptRun:
+class _ScriptRun:
     """The replicas of one script on this machine.
 
     Attributes:
@@ -193,18 +193,14 @@ class ScriptRun:
             if not self._failed:
                 return 0
             reported = [self._pids[rank] for rank in self._failed]
-            processes.changed.wait_for(lambda: any(map(processes.has_ended, reported)), EXIT_S)
+            processes.changed.wait_for(lambda: any(map(processes.has_ended, reported)), _EXIT_S)
         self.end_all()
         return self._explain(*self._first_failure())
-
-    def _failures(self) -> Iterable[int]:
-        """Return the replicas whose errors may be the first failure."""
-        return range(len(self._pids))
 
     def _first_failure(self) -> tuple[int, str]:
         """Return the replica that failed first, and its traceback. A replica that was killed has no traceback."""
         errors = {}
-        for rank in self._failures():
+        for rank in range(len(self._pids)):
             with suppress(OSError, ValueError):
                 error = json.loads(error_path(self.directory, rank).read_text())
                 errors[rank] = float(error["time"]), str(error["traceback"])

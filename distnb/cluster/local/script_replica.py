@@ -11,7 +11,6 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from distnb.cluster.generations import note_launched
 from distnb.cluster.local.orphans import die_with
 from distnb.cluster.process_environment import STORE_VARIABLE, keep_temporary_sockets_in
 from distnb.cluster.rendezvous_store import use_rendezvous_files
@@ -34,7 +33,6 @@ def main(arguments: list[str]) -> None:
     die_with(int(launcher))
     keep_temporary_sockets_in(Path(directory))
     open_log(Path(directory), f"replica-{rank}")
-    note_launched(Path(directory), int(rank), int(reports))
     if os.environ.get(STORE_VARIABLE):
         use_rendezvous_files(os.environ[STORE_VARIABLE])
     try:

@@ -69,7 +69,6 @@ class Groups:
         self._pid = os.getpid()
         self._tending: threading.Thread | None = None
         self._limits_held = False
-        self._sockets_only = False
         self._ordered = 0  # the latest program whose end was ordered here
         self._cause: tuple[BaseException, str] | None = None
         atexit.register(self._at_exit)
@@ -185,7 +184,6 @@ class Groups:
         where = PrefixStore("devices", store)
         cards = rendezvous.meet(where, rank, size, card, lambda absent: None, timeout_s=timeout_s)
         devices = tuple(parse_device(other.device) for other in cards)
-        self._sockets_only = sockets_only
         apart = not sockets_only and len({(other.host, other.accelerator) for other in cards}) == size
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
         if len({other.host for other in cards}) > 1:
@@ -197,33 +195,9 @@ class Groups:
         self.program_began(1)
         return member.interface
 
-    def rejoin(self, team: Team, rank: int, device: Device) -> Group:
-        """Replace a script's group by one of the next generation, with other replicas. Begin a program in it.
-
-        Waits for the others without a time limit; `abort` ends the wait.
-
-        Raises:
-            CollectiveError: Another replica was lost, or could not be reached.
-            ProgramAborted: `abort` was called meanwhile.
-        """
-        with self._lock:
-            before, self._active = self._active, None
-        if before is not None:
-            before.suspend()
-            self._members.pop(before.key, None)
-        apart = team.has_own_devices and not self._sockets_only
-        member = self._join((_SCRIPT, *team.engines), team, rank, device, StoreClient.of(team), None, apart)
-        member.set_environment(team)
-        self.program_began(team.generation + 1)
-        return member.interface
-
     def current(self) -> Group | None:
         """Return the group that was joined last, or None."""
         return self._active.interface if self._active is not None else None
-
-    def failure(self) -> BaseException | None:
-        """Return the error that ended the current group, or None. Waits in C++ raise a RuntimeError in its place."""
-        return self._active.group.communicator.failure if self._active is not None else None
 
     def abort(self, reason: str, *, interrupted: bool = False) -> None:
         """End every collective of this process, now: it raises ProgramAborted, and so does every later one.
