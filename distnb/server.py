@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from distnb.cluster.resolvers import TFConfigClusterResolver
-from distnb.errors import DistnbError, OptionError
-from distnb.machines.engine_server import Server, serve_until_signal
-from distnb.machines.secret import SECRET_VARIABLE
+from distnb import features
 
-__all__ = ["Server", "main"]
-
-_TEXT = """\
-TF_CONFIG describes the cluster and this machine's task in it. The server listens on that task's address and waits for
-a notebook that calls distnb.start(cluster_resolver=…). It runs the engines that the notebook requests. SIGTERM or
-Ctrl-C ends the server and its engines.
-
-Notebook and servers authenticate with a secret file, the same on all machines and readable only by you:
-  (umask 077; head -c 48 /dev/urandom | base64 > ~/.distnb-secret)
-"""
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m distnb.server") -> int:
     """Run the command line and return the exit code. `arguments` excludes the program's name; None takes the process's
     own.
     """
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=_TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--secret-file", metavar="PATH", help=f"the secret file (default: the one that {SECRET_VARIABLE} names)"
-    )
-    options = parser.parse_args(arguments)
-    try:
-        serve_until_signal(_server(options.secret_file))
-    except OptionError as error:
-        parser.error(str(error))
-    except DistnbError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _server(secret: str | None) -> Server:
-    resolver = TFConfigClusterResolver()
-    spec, kind, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
-    if not spec or kind is None or index is None:
-        raise OptionError(
-            'TF_CONFIG does not say which task this machine is. Set it, such as {"cluster": {"worker": '
-            '["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}.'
-        )
-    return Server(spec, kind, index, secret=secret)
+    code: int = features.require("commands", "worker")(arguments, prog)
+    return code
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from distnb.cluster.connection import Connection, connection_path
+from distnb.cluster.engine_plan import EnginePlan
 from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.package_versions import installed_packages
 from distnb.cluster.process_environment import import_environment
-from distnb.machines.host_plan import HostPlan
+from distnb.cluster.start_options import StartOptions
 from distnb.notebook import engine_owners
 from distnb.topology import Device
 
@@ -83,7 +83,7 @@ class SimulatedMachines(Launcher):
 
 
 @dataclass(frozen=True)
-class SimulatedPlan(HostPlan):
+class SimulatedPlan(EnginePlan):
     """The plan of a cluster of simulated engines, in `processes` processes."""
 
     processes: int = 2
@@ -91,6 +91,21 @@ class SimulatedPlan(HostPlan):
     def launcher(self, connection: Connection) -> Launcher:
         """Return the launcher of the cluster."""
         return SimulatedMachines(self.hosts, self.processes)
+
+
+@dataclass(frozen=True)
+class _Simulation:
+    """The place of simulated engines."""
+
+    remote: bool
+    processes: int
+
+    def plan(self, options: StartOptions, on_progress: Callable[[str], None]) -> EnginePlan:
+        count = options.n or 2
+        devices = tuple(Device("cpu", number % _PER_MACHINE if self.remote else number) for number in range(count))
+        machines = tuple(f"machine-{number // _PER_MACHINE}" for number in range(count)) if self.remote else ()
+        packages = dict.fromkeys(machines, installed_packages())
+        return SimulatedPlan(devices=devices, hosts=machines, packages=packages, processes=self.processes)
 
 
 def replace_engines(*, remote: bool, processes: int = 2) -> Callable[[], None]:
@@ -101,20 +116,13 @@ def replace_engines(*, remote: bool, processes: int = 2) -> Callable[[], None]:
             engines on each machine.
         processes: The number of processes that simulate engines.
     """
-    names = vars(engine_owners)  # where the function that plans a cluster is looked up
-    before = names["make_plan"]
-
-    def make_plan(options: Any, *others: Any) -> HostPlan:
-        count = options.n or 2
-        devices = tuple(Device("cpu", number % _PER_MACHINE if remote else number) for number in range(count))
-        machines = tuple(f"machine-{number // _PER_MACHINE}" for number in range(count)) if remote else ()
-        packages = dict.fromkeys(machines, installed_packages())
-        return SimulatedPlan(devices=devices, hosts=machines, packages=packages, processes=processes)
+    names = vars(engine_owners)  # where the function that finds the engines' place is looked up
+    before = names["place_of"]
 
     def restore() -> None:
-        names["make_plan"] = before
+        names["place_of"] = before
 
-    names["make_plan"] = make_plan
+    names["place_of"] = lambda options: _Simulation(remote, processes)
     return restore
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from distnb.cluster.resolvers.base import ClusterResolver
@@ -17,6 +17,11 @@ __all__ = ["DETACHED_HOURS", "ON_DISCONNECT", "StartOptions"]
 
 ON_DISCONNECT = ("continue", "end")
 """The choices for a program that runs when the notebook ends and the engines stay."""
+
+_FOR_OTHER_MACHINES = (
+    *("hosts", "per_host", "launcher", "interface", "ssh_args", "cluster_resolver", "secret", "launcher_args"),
+    *("ray", "cpus_per_engine", "gpus_per_engine", "spread", "wait", "cluster"),
+)
 
 DETACHED_HOURS = 8.0
 """The usual time limit of engines that stay when the notebook ends."""
@@ -34,8 +39,8 @@ class StartOptions:
         data_limit_nbytes: The size `data_limit` in bytes.
 
     Raises:
-        OptionError: The numbers of workers and servers, or the size, are invalid. `read_host_options` checks the
-            options for other machines.
+        OptionError: The numbers of workers and servers, or the size, are invalid. The place of the engines checks
+            the options for other machines (`distnb.cluster.engine_plan.place_of`).
     """
 
     n: int | None = None
@@ -71,6 +76,11 @@ class StartOptions:
         object.__setattr__(self, "tasks", tasks_of(self.workers, self.ps, self.n, self.replicas_per_worker))
         object.__setattr__(self, "data_limit_nbytes", nbytes_of(self.data_limit))
         self._check_detached()
+
+    def for_other_machines(self) -> dict[str, Any]:
+        """Return the options that are for engines on other machines, if their values are not the defaults."""
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name in _FOR_OTHER_MACHINES}
+        return {name: value for name, value in given.items() if value and value != "local"}
 
     def _check_detached(self) -> None:
         """Check the options of a cluster that stays when the notebook ends."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -19,8 +19,10 @@ from distnb.errors import OptionError, StartError
 __all__ = [
     "Worker",
     "WorkerPlacement",
+    "are_workers",
     "host_of",
     "is_loopback",
+    "is_own",
     "network_environment",
     "own_interface",
     "placement_of",
@@ -131,6 +133,23 @@ def workers_of(spec: ClusterSpec) -> tuple[Worker, ...]:
         if job in spec.jobs
         for index in spec.task_indices(job)
     )
+
+
+def are_workers(machines: Sequence[str], resolver: ClusterResolver) -> bool:
+    """Return whether machines, by a launcher's names, are the machines of a cluster's workers.
+
+    The machine of this process may be missing.
+    """
+    there = {host_of(name.rpartition("@")[2]) for name in machines}
+    workers = workers_of(resolver.cluster_spec())
+    if there == {host_of(worker.address) for worker in workers}:
+        return True
+    return there == {host_of(worker.address) for worker in workers if not is_own(worker, resolver)}
+
+
+def is_own(worker: Worker, resolver: ClusterResolver) -> bool:
+    """Return whether a worker of a cluster is this process."""
+    return (worker.task_type, worker.task_id) == (resolver.task_type, resolver.task_id)
 
 
 def _list(workers: Iterable[object]) -> str:

@@ -40,6 +40,7 @@ import psutil
 
 from distnb import __version__
 from distnb.cluster.connection import Connection, make_keys
+from distnb.cluster.engine_plan import EnginePlace, EnginePlan, PlacedEngine
 from distnb.cluster.lifecycle import Cluster, EngineProcess
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.ownership import EndCluster, Grant, Order, Ownership, Refuse, Release
@@ -47,6 +48,7 @@ from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.start_options import DETACHED_HOURS, StartOptions
 from distnb.detached import registry
 from distnb.detached.client_connection import ClientConnection
+from distnb.detached.heartbeat_listener import HeartbeatListener
 from distnb.detached.protocol import (
     SOCKET_NAME,
     ClusterSummary,
@@ -59,10 +61,6 @@ from distnb.detached.protocol import (
     Taken,
 )
 from distnb.errors import ClusterError, DistnbError, NoClusterError, StartError
-from distnb.machines.further_engines import PlacedEngine, place_further
-from distnb.machines.heartbeat import HeartbeatListener
-from distnb.machines.host_plan import HostPlan, make_plan
-from distnb.machines.hosts import HostOptions
 from distnb.process_log import open_log
 from distnb.topology import Device
 from distnb.wire.channel import CONTROL_NAME, PROGRAMS_NAME
@@ -96,13 +94,13 @@ class DaemonOptions:
 
     Attributes:
         who: The name of the notebook that starts it.
-        options: The options of the start, without the resolver, which `machines` replaces.
-        machines: The machines of the engines; None for this one.
+        options: The options of the start, without the resolver, which `place` replaces.
+        place: The machines of the engines.
     """
 
     who: str
     options: StartOptions
-    machines: HostOptions | None
+    place: EnginePlace
 
 
 class Daemon:
@@ -124,7 +122,7 @@ class Daemon:
         self._clients: dict[int, ClientConnection] = {}
         self._changed = threading.Condition()  # guards the three above and `_joining`, and reports each of their events
         self._joining: set[int] = set()  # further engines that have no copy yet of what the others have
-        self._plan: HostPlan | None = None
+        self._plan: EnginePlan | None = None
         self._cluster: Cluster | None = None
         self._facts: DetachedCluster | None = None
         self._store: RendezvousStore | None = None
@@ -336,7 +334,7 @@ class Daemon:
     def _on_plan(self, client: ClientConnection, number: int) -> DetachedCluster:
         """Choose the engines' devices, and return the facts that the notebook needs before it listens for them."""
         options = self._options.options
-        plan = self._plan = make_plan(options, self._options.machines, self._progress(client, number))
+        plan = self._plan = self._options.place.plan(options, self._progress(client, number))
         remote = bool(plan.hosts)
         if remote:
             self._store = RendezvousStore(host=plan.address)
@@ -419,7 +417,7 @@ class Daemon:
         self, client: ClientConnection, number: int, there: list[PlacedEngine], count: int
     ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
         assert self._plan is not None
-        return place_further(self._plan, there, count, self._progress(client, number))
+        return self._plan.place_further(there, count, self._progress(client, number))
 
     def _on_add(self, client: ClientConnection, number: int, devices: dict[int, Device], hosts: dict[int, str]) -> None:
         progress = self._progress(client, number)

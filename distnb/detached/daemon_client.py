@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from distnb import __version__
+from distnb.cluster.engine_plan import PlacedEngine
 from distnb.cluster.lifecycle import EngineProcess, RunningCluster
 from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
 from distnb.detached import registry
@@ -34,7 +35,6 @@ from distnb.detached.protocol import (
     Taken,
 )
 from distnb.errors import ClusterError, NoClusterError, StartError
-from distnb.machines.further_engines import PlacedEngine
 from distnb.topology import Device
 
 __all__ = ["DaemonClient", "OnLost", "notebook_name", "start_daemon", "stop_detached", "summaries"]

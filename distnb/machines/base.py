@@ -35,12 +35,12 @@ import psutil
 from distnb import __version__
 from distnb.cluster.connection import Connection
 from distnb.cluster.local.capacity import Capacity
-from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher
+from distnb.cluster.local.launcher import LOST_AFTER_S, EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.orphans import end_group
 from distnb.cluster.local.processes import Processes, describe_status
 from distnb.cluster.process_environment import PYTHON_MODULE, forwarded_environment, hash_seed, import_environment
 from distnb.errors import StartError
-from distnb.machines.heartbeat import LOST, LOST_AFTER_S
+from distnb.machines.heartbeat import LOST
 from distnb.machines.node_agent import BEAT, KILLED, STATUS, Assignment
 from distnb.topology import Device
 

@@ -1,137 +1,40 @@
-"""The placement of the engines that a running cluster gains: their numbers, machines and devices."""
+"""The machines of the engines that a running cluster gains."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from distnb.cluster.devices import further_devices
-from distnb.cluster.local.capacity import Capacity, check_capacity, this_machine
-from distnb.errors import DistnbError, StartError
+from distnb.cluster.engine_plan import PlacedEngine, check_resizable, further_tasks, place_engines
+from distnb.errors import StartError
 from distnb.machines.base import Found, Transport, probe
-from distnb.machines.host_plan import HostPlan
 from distnb.machines.hosts import HostOptions
-from distnb.topology import WORKER, Device, Task
+from distnb.topology import Task
 
-__all__ = ["PlacedEngine", "place_further"]
+if TYPE_CHECKING:
+    from distnb.machines.host_plan import HostPlan
 
-
-@dataclass(frozen=True)
-class PlacedEngine:
-    """An engine with its place.
-
-    Attributes:
-        host: The name of its machine, or "" for this one.
-        task: Its task in a cluster with parameter servers, or None.
-    """
-
-    engine: int
-    device: Device
-    host: str = ""
-    task: Task | None = None
-
-    @property
-    def computes(self) -> bool:
-        """True if the engine may be a replica."""
-        return self.task is None or self.task.computes
+__all__ = ["place_further"]
 
 
 def place_further(
-    plan: HostPlan,
-    there: Sequence[PlacedEngine],
-    count: int,
-    on_progress: Callable[[str], None] = lambda text: None,
+    plan: HostPlan, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
 ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
-    """Return the engines to start so that a cluster has more engines or, with parameter servers, more workers.
+    """Return the engines to start on other machines: see `EnginePlan.place_further`.
 
-    New engines get the lowest free numbers, and the lowest free devices of their machine. On other machines, each new
-    engine runs on the machine with the fewest engines that has room; worker *i* runs on machine *i* of the start, in
-    turn, as at the start.
-
-    Args:
-        plan: The plan of the cluster's start.
-        there: The cluster's engines.
-        count: The number of further engines or workers.
-        on_progress: Called with a text when machines are queried.
-
-    Returns:
-        The engines, and the notices for the user.
-
-    Raises:
-        StartError: No machine has room for them, or the machines cannot be extended.
+    Each new engine runs on the machine with the fewest engines that has room; worker *i* runs on machine *i* of the
+    start, in turn, as at the start.
     """
-    if any(each.device.type == "tpu" for each in there):
-        raise StartError(
-            "A cluster on TPU chips cannot be resized: torch_tpu connects the chips of all processes when they start. "
-            "Start another cluster: %distnb stop, then %distnb start --devices tpu."
-        )
-    tasks = _further_tasks(plan, there, count)
-    size = len(tasks) or count
-    numbers = list(itertools.islice(_free(each.engine for each in there), size))
+    check_resizable(there)
+    tasks = further_tasks(plan, there, count)
     transport = plan.transport
-    if transport is None or plan.machines is None:
-        return _placed(plan, there, numbers, tasks, [""] * size, lambda host: (None, this_machine()))
-    hosts, found = _further_hosts(plan, plan.machines, transport, there, tasks, size, on_progress)
+    hosts, found = _further_hosts(plan, plan.machines, transport, there, tasks, len(tasks) or count, on_progress)
     try:
-        return _placed(plan, there, numbers, tasks, hosts, lambda host: found[host][:2])
+        return place_engines(plan, there, tasks, hosts, lambda host: found[host][:2], transport.machine)
     except BaseException:
         for host in set(hosts) - {each.host for each in there}:
             transport.release(host)
         raise
-
-
-def _placed(
-    plan: HostPlan,
-    there: Sequence[PlacedEngine],
-    numbers: Sequence[int],
-    tasks: Sequence[Task],
-    hosts: Sequence[str],
-    examine: Callable[[str], tuple[int | None, Capacity]],
-) -> tuple[list[PlacedEngine], tuple[str, ...]]:
-    """Return further engines on their hosts, with devices, and the notices.
-
-    `examine` returns the number of GPUs and the capacity of a host.
-    """
-    machine_of = str if plan.transport is None else plan.transport.machine
-    devices: dict[int, Device] = {}
-    notices: list[str] = []
-    by_machine: dict[str, list[int]] = {}
-    for place, host in enumerate(hosts):
-        by_machine.setdefault(machine_of(host), []).append(place)
-    for machine, places in by_machine.items():
-        gpus, capacity = examine(hosts[places[0]])
-        running = [each for each in there if machine_of(each.host) == machine]
-        used = [each.device for each in running if each.computes]
-        oversubscribe = plan.options.oversubscribe
-        total = len(running) + len(places)
-        where = machine or "this machine"
-        try:
-            found = further_devices(len(places), used, oversubscribe=oversubscribe, gpus=gpus)
-            notices += check_capacity(total, capacity, where, oversubscribe=oversubscribe, running=len(running))
-        except DistnbError as error:
-            raise type(error)(f"{machine}: {error}" if machine else str(error)) from None
-        devices |= dict(zip(places, found, strict=True))
-    placed = [
-        PlacedEngine(engine=engine, device=devices[place], host=hosts[place], task=tasks[place] if tasks else None)
-        for place, engine in enumerate(numbers)
-    ]
-    return placed, tuple(notices)
-
-
-def _free(used: Iterable[int]) -> Iterator[int]:
-    """Yield the numbers from 0 on that are not used."""
-    taken = set(used)
-    return (number for number in itertools.count() if number not in taken)
-
-
-def _further_tasks(plan: HostPlan, there: Sequence[PlacedEngine], count: int) -> list[Task]:
-    """Return the task of each engine of further workers; none in a cluster without tasks."""
-    if not plan.tasks:
-        return []
-    replicas = plan.tasks.count(plan.tasks[0])
-    indices = _free(each.task.index for each in there if each.task is not None and each.computes)
-    return [Task(WORKER, index) for index in itertools.islice(indices, count) for _ in range(replicas)]
 
 
 def _further_hosts(

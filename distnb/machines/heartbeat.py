@@ -13,55 +13,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from distnb.cluster.connection import Connection, Keys
+from distnb.cluster.connection import Connection
+from distnb.cluster.local.launcher import LOST_AFTER_S
 from distnb.errors import StartError
-from distnb.wire.channel import OneClientKey, bind_router
 
-__all__ = ["LOST", "LOST_AFTER_S", "HeartbeatListener", "heartbeat"]
+__all__ = ["LOST", "heartbeat"]
 
 LOST = 255
 """The exit status of a local process whose node agent was not reached or was lost. It is ssh's own status for that."""
 
 _PROBE_S = 2
-_PROBES = 3
-LOST_AFTER_S = _PROBE_S * (_PROBES + 1)
-"""The seconds without a sign of the other machine after which the connection counts as lost."""
+_PROBES = int(LOST_AFTER_S / _PROBE_S) - 1
 
 _CONNECT_S = 30
 _POLL_MS = 200
-
-
-class HeartbeatListener:
-    """The other end of these connections, if it is not the notebook's control channel.
-
-    Args:
-        host: The address to listen at.
-        keys: The cluster's keys.
-
-    Attributes:
-        url: The address for `Connection.heartbeat_url`.
-    """
-
-    def __init__(self, host: str, keys: Keys) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", OneClientKey(keys.client_public.encode()))
-        try:
-            self._socket, self.url = bind_router(
-                self._context, host, secret=keys.server_secret.encode(), public=keys.server_public.encode()
-            )
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Stop listening, which ends the engines on other machines."""
-        self._authenticator.stop()
-        self._context.destroy(linger=0)
 
 
 @contextmanager

@@ -1,82 +1,80 @@
-"""The plan of a cluster: which engines run on which machines and devices."""
+"""The plan of a cluster on other machines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
-from distnb.cluster.local.capacity import check_capacity, this_machine
-from distnb.cluster.local.forking import ThisMachine
+from distnb.cluster.engine_plan import SERVERS_DEVICE, EnginePlan, PlacedEngine
+from distnb.cluster.local.capacity import check_capacity
 from distnb.cluster.local.launcher import Launcher
 from distnb.cluster.network import listening_address
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import DistnbError
 from distnb.machines.base import Found, Hosts, Transport, probe
-from distnb.machines.hosts import HostOptions
-from distnb.topology import WORKER, Device, Task
+from distnb.machines.further_engines import place_further
+from distnb.machines.hosts import HostOptions, read_host_options
+from distnb.topology import WORKER, Device
 
-__all__ = ["HostPlan", "make_plan"]
-
-_SERVERS_DEVICE = Device("cpu")
+__all__ = ["HostPlan", "OtherMachines", "find_place", "make_plan"]
 
 
-@dataclass(frozen=True)
-class HostPlan:
-    """The engines to start.
+@dataclass(frozen=True, kw_only=True)
+class HostPlan(EnginePlan):
+    """The engines to start on other machines.
 
     Attributes:
-        devices: The device of each engine.
-        address: The address at which the notebook listens for the engines.
-        hosts: The machine of each engine; empty for this machine.
         transport: The transport to these machines.
-        notices: The notices for the user before the start.
-        tasks: The task of each engine; empty if all engines are alike.
-        packages: The versions of the packages on each machine.
-        options: The options of the start.
-        machines: The options for other machines, or None.
+        machines: The options for them.
     """
 
-    devices: tuple[Device, ...]
-    address: str = "127.0.0.1"
-    hosts: tuple[str, ...] = ()
-    transport: Transport | None = None
-    notices: tuple[str, ...] = ()
-    tasks: tuple[Task, ...] = ()
-    packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    options: StartOptions = field(default_factory=StartOptions)
-    machines: HostOptions | None = None
+    transport: Transport
+    machines: HostOptions
 
     def launcher(self, connection: Connection) -> Launcher:
         """Return the launcher of a cluster with this connection."""
-        if self.transport is None:
-            return ThisMachine(self.devices)
         return Hosts(self.hosts, connection, self.address, self.transport)
+
+    def place_further(
+        self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None] = lambda text: None
+    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
+        """Return the engines to start so that a cluster has more engines or, with parameter servers, more workers."""
+        return place_further(self, there, count, on_progress)
 
     def close(self) -> None:
         """Release the resources of the transport, after the engines have ended."""
-        if self.transport is not None:
-            self.transport.close()
+        self.transport.close()
+
+
+@dataclass(frozen=True)
+class OtherMachines:
+    """The place of engines on other machines."""
+
+    machines: HostOptions
+
+    def plan(self, options: StartOptions, on_progress: Callable[[str], None]) -> HostPlan:
+        """Return the plan of the engines."""
+        return make_plan(options, self.machines, on_progress)
+
+
+def find_place(options: StartOptions) -> OtherMachines | None:
+    """Return the place of the engines if the options name other machines; None for this machine."""
+    machines = read_host_options(options)
+    return None if machines is None else OtherMachines(machines)
 
 
 def make_plan(
-    options: StartOptions, machines: HostOptions | None, on_progress: Callable[[str], None] = lambda text: None
+    options: StartOptions, machines: HostOptions, on_progress: Callable[[str], None] = lambda text: None
 ) -> HostPlan:
-    """Return the plan of a cluster on this machine, or on other machines after querying their devices.
+    """Return the plan of a cluster on other machines, after querying their devices.
 
     Workers get devices like engines without tasks. A server computes on the CPU.
     """
-    devices, oversubscribe, tasks = options.devices, options.oversubscribe, options.tasks
-    if machines is None:
-        workers = [task for task in tasks if task.job == WORKER]
-        here = plan_devices(len(workers) if tasks else options.n, devices, oversubscribe=oversubscribe)
-        here += (_SERVERS_DEVICE,) * (len(tasks) - len(workers))
-        crowded = check_capacity(len(here), this_machine(), oversubscribe=oversubscribe)
-        return HostPlan(devices=here, notices=crowded, tasks=tasks, options=options)
     transport = machines.transport()
     try:
-        return replace(_plan(options, machines, transport, on_progress), options=options, machines=machines)
+        return replace(_plan(options, machines, transport, on_progress), options=options)
     except BaseException:
         transport.close()
         raise
@@ -114,6 +112,7 @@ def _plan(
         address=address,
         hosts=tuple(hosts),
         transport=transport,
+        machines=machines,
         notices=tuple(notices),
         packages=packages,
     )
@@ -138,7 +137,7 @@ def _plan_tasks(
     hosts = tuple(tasks[task] for task in engines) or options.hosts
     for engine, host in enumerate(hosts):
         by_machine.setdefault(transport.machine(host), []).append(engine)
-    planned = [_SERVERS_DEVICE] * len(hosts)
+    planned = [SERVERS_DEVICE] * len(hosts)
     notices: list[str] = []
     for machine, theirs in by_machine.items():
         gpus, capacity, _ = found[hosts[theirs[0]]]
@@ -156,6 +155,7 @@ def _plan_tasks(
         address=address,
         hosts=hosts,
         transport=transport,
+        machines=options,
         notices=tuple(notices),
         tasks=tuple(engines),
     )

@@ -11,7 +11,7 @@ from typing import Any
 from distnb.cluster.resolvers import ClusterResolver, SlurmClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.tasks import server_cluster_tasks
-from distnb.cluster.worker_placement import Worker, host_of, split_address, workers_of
+from distnb.cluster.worker_placement import Worker, host_of, is_own, split_address, workers_of
 from distnb.errors import OptionError
 from distnb.machines.base import Transport
 from distnb.machines.secret import secret_path
@@ -28,7 +28,7 @@ from distnb.machines.transports.srun import Slurm, allotted_nodes, tasks_of_node
 from distnb.machines.transports.ssh import SSH
 from distnb.topology import PS, WORKER, Task
 
-__all__ = ["HostOptions", "are_workers", "read_host_options"]
+__all__ = ["HostOptions", "read_host_options"]
 
 _TAKES = {
     "ssh": ("hosts", "cluster_resolver", "ssh_args"),
@@ -326,7 +326,7 @@ def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
                     "one machine need different ports."
                 )
         return HostOptions(hosts=addresses, tasks=tasks, replicas=_replicas_per_worker(resolver, tasks))
-    found = {worker.address: [worker] for worker in _workers(resolver) if not _is_own(worker, resolver)}
+    found = {worker.address: [worker] for worker in _workers(resolver) if not is_own(worker, resolver)}
     if not found:
         raise OptionError(
             f"The cluster {resolver.cluster_spec().as_dict()} has no worker except this process. Add one that runs a "
@@ -352,22 +352,6 @@ def _machines_of(resolver: ClusterResolver) -> HostOptions:
         by_host.setdefault(host_of(worker.address), []).append(worker)
     tasks = {host: len(workers) for host, workers in by_host.items()}
     return HostOptions(hosts=tuple(by_host), per_host=_engines(resolver, by_host), without_gpus=tasks)
-
-
-def are_workers(machines: Sequence[str], resolver: ClusterResolver) -> bool:
-    """Return whether machines, by a launcher's names, are the machines of a cluster's workers.
-
-    The machine of this process may be missing.
-    """
-    there = {host_of(name.rpartition("@")[2]) for name in machines}
-    workers = workers_of(resolver.cluster_spec())
-    if there == {host_of(worker.address) for worker in workers}:
-        return True
-    return there == {host_of(worker.address) for worker in workers if not _is_own(worker, resolver)}
-
-
-def _is_own(worker: Worker, resolver: ClusterResolver) -> bool:
-    return (worker.task_type, worker.task_id) == (resolver.task_type, resolver.task_id)
 
 
 def _workers(resolver: ClusterResolver) -> tuple[Worker, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from distnb.cluster.connection import Connection, Keys, make_keys
+from distnb.cluster.engine_plan import EnginePlan, PlacedEngine, place_of
 from distnb.cluster.lifecycle import Cluster, RunningCluster
 from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.local.processes import Processes
@@ -21,9 +22,6 @@ from distnb.cluster.start_options import StartOptions
 from distnb.detached import registry
 from distnb.detached.daemon import DaemonOptions
 from distnb.detached.daemon_client import DaemonClient, OnLost, notebook_name, start_daemon
-from distnb.machines.further_engines import PlacedEngine, place_further
-from distnb.machines.host_plan import HostPlan, make_plan
-from distnb.machines.hosts import read_host_options
 from distnb.topology import Task
 from distnb.wire.channel import Switchboard
 
@@ -108,7 +106,7 @@ class OwnedByNotebook(EngineOwner):
         StartError: The private directory, or the store, could not be made.
     """
 
-    def __init__(self, plan: HostPlan, *, sync: bool = False) -> None:
+    def __init__(self, plan: EnginePlan, *, sync: bool = False) -> None:
         self._plan = plan
         self.tasks = plan.tasks
         self.hosts, self.packages, self.sync = dict(enumerate(plan.hosts)), plan.packages, sync
@@ -159,7 +157,7 @@ class OwnedByNotebook(EngineOwner):
         self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
     ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
         """Return places that the plan allows."""
-        return place_further(self._plan, there, count, on_progress)
+        return self._plan.place_further(there, count, on_progress)
 
     def joined(self) -> None:
         """Do nothing: all engines end with the notebook."""
@@ -218,10 +216,10 @@ class OwnedByDaemon(EngineOwner):
 
 def plan_owner(options: StartOptions, on_progress: Callable[[str], None]) -> EngineOwner:
     """Plan a cluster, print the notices about it, and return the owner of its engines, which are not started yet."""
-    machines = read_host_options(options)
+    place = place_of(options)
     if options.detach:
         without_resolver = dataclasses.replace(options, cluster_resolver=None)
-        client = start_daemon(DaemonOptions(who=notebook_name(), options=without_resolver, machines=machines))
+        client = start_daemon(DaemonOptions(who=notebook_name(), options=without_resolver, place=place))
         try:
             client.plan(on_progress)
             raise_file_limit(client.facts.engines)  # the daemon raises its own
@@ -230,7 +228,7 @@ def plan_owner(options: StartOptions, on_progress: Callable[[str], None]) -> Eng
             raise
         _print_notices(client.facts.notices)
         return OwnedByDaemon(client)
-    plan = make_plan(options, machines, on_progress)
+    plan = place.plan(options, on_progress)
     _print_notices(plan.notices)
     try:
         return OwnedByNotebook(plan, sync=options.sync)

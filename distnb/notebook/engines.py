@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from distnb import process_log
 from distnb.cluster.connection import Keys
+from distnb.cluster.engine_plan import PlacedEngine
 from distnb.cluster.lifecycle import EngineProcess, RunningCluster
+from distnb.cluster.local.launcher import LOST_AFTER_S
 from distnb.cluster.local.open_files import raise_file_limit
 from distnb.errors import NoClusterError, OptionError, StartError
-from distnb.machines.further_engines import PlacedEngine
-from distnb.machines.heartbeat import LOST_AFTER_S
 from distnb.notebook.engine_owners import EngineOwner
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.programs.dispatch import Dispatch

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from distnb.cluster.engine_plan import PlacedEngine, check_resizable
 from distnb.errors import DistnbError, OptionError, StartError
-from distnb.machines.further_engines import PlacedEngine
 from distnb.notebook.engines import Engines
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.namespace.tracked_teams import Grown
@@ -117,11 +117,8 @@ class Resizing:
                 further, notices = engines.place_further(there + others, size - len(whole), self._on_progress)
             for notice in notices:
                 print(f"distnb: {notice}", file=sys.stderr)
-        elif leaving and any(each.device.type == "tpu" for each in there):
-            raise StartError(
-                "A cluster on TPU chips cannot be resized: torch_tpu connects the chips of all processes when they "
-                "start. Start another cluster: %distnb stop, then %distnb start --devices tpu."
-            )
+        elif leaving:
+            check_resizable(there)
         grown: Grown = engines.teams.grown(_devices(there), _devices([*there, *further])) if further else {}
         strategies = engines.teams.strategies(_devices(there))
         self._namespace.check_change({*broken, *leaving}, grown, strategies)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from distnb.cluster import engine_plan
+from distnb.cluster.engine_plan import EnginePlan, PlacedEngine
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import StartError
 from distnb.machines import further_engines
 from distnb.machines.base import Found, Transport
-from distnb.machines.further_engines import PlacedEngine, place_further
 from distnb.machines.host_plan import HostPlan
 from distnb.machines.hosts import HostOptions
 from distnb.topology import PS, WORKER, Device, Task
@@ -57,16 +58,17 @@ def placed(*places: tuple[str, str], tasks: Sequence[Task] = ()) -> list[PlacedE
 
 def plan(
     there: Sequence[PlacedEngine], transport: FakeTransport | None = None, *, given: Any = None, **machines: Any
-) -> HostPlan:
+) -> EnginePlan:
     hosts = tuple(dict.fromkeys(each.host for each in there))
-    return HostPlan(
-        devices=tuple(each.device for each in there),
-        hosts=tuple(each.host for each in there) if transport else (),
-        transport=transport,
-        tasks=tuple(each.task for each in there if each.task is not None),
-        options=StartOptions(**(given or {})),
-        machines=HostOptions(hosts=hosts, **machines) if transport else None,
-    )
+    words: dict[str, Any] = {
+        "devices": tuple(each.device for each in there),
+        "tasks": tuple(each.task for each in there if each.task is not None),
+        "options": StartOptions(**(given or {})),
+    }
+    if transport is None:
+        return EnginePlan(**words)
+    machines_of_start = HostOptions(hosts=hosts, **machines)
+    return HostPlan(hosts=tuple(each.host for each in there), transport=transport, machines=machines_of_start, **words)
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return {host: Found(counts.get(host, 0), ROOM, {}) for host in hosts}
 
     monkeypatch.setattr(further_engines, "probe", probe)
-    monkeypatch.setattr(further_engines, "this_machine", lambda: ROOM)
+    monkeypatch.setattr(engine_plan, "this_machine", lambda: ROOM)
     return counts
 
 
@@ -88,7 +90,7 @@ def places(found: Sequence[PlacedEngine]) -> list[tuple[int, str, str]]:
 
 def test_free_numbers_and_devices_are_used_first(gpus: dict[str, int]) -> None:
     there = [each for each in placed(("", "cpu:0"), ("", "cpu:1"), ("", "cpu:2")) if each.engine != 1]
-    found, notices = place_further(plan(there), there, 3)
+    found, notices = plan(there).place_further(there, 3)
     assert places(found) == [(1, "", "cpu:1"), (3, "", "cpu:3"), (4, "", "cpu:4")]
     assert notices == (
         "5 engines share the 4 cores of this machine. More engines than cores do not make a program faster.",
@@ -97,53 +99,53 @@ def test_free_numbers_and_devices_are_used_first(gpus: dict[str, int]) -> None:
 
 def test_each_new_engine_runs_where_the_fewest_are(gpus: dict[str, int]) -> None:
     there = placed(("a", "cpu:0"), ("a", "cpu:1"), ("b", "cpu:0"))
-    found, _ = place_further(plan(there, FakeTransport()), there, 3)
+    found, _ = plan(there, FakeTransport()).place_further(there, 3)
     assert places(found) == [(3, "b", "cpu:1"), (4, "a", "cpu:2"), (5, "b", "cpu:2")]
 
 
 def test_engines_on_gpus_get_one_each(gpus: dict[str, int]) -> None:
     gpus.update(a=2, b=4)
     there = placed(("a", "cuda:0"), ("b", "cuda:1"))
-    found, _ = place_further(plan(there, FakeTransport()), there, 4)
+    found, _ = plan(there, FakeTransport()).place_further(there, 4)
     assert places(found) == [(2, "a", "cuda:1"), (3, "b", "cuda:0"), (4, "b", "cuda:2"), (5, "b", "cuda:3")]
     with pytest.raises(StartError, match=r"No machine has room for 5 further engines: a has 2 of at most 2; b has 4"):
-        place_further(plan(there, FakeTransport()), there, 5)
-    shared, _ = place_further(plan(there, FakeTransport(), given={"oversubscribe": True}), there, 5)
+        plan(there, FakeTransport()).place_further(there, 5)
+    shared, _ = plan(there, FakeTransport(), given={"oversubscribe": True}).place_further(there, 5)
     assert [str(each.device) for each in shared if each.host == "a"] == ["cuda:1", "cuda:0"]  # b is full, too
 
 
 def test_a_full_slurm_allocation_is_an_error(gpus: dict[str, int]) -> None:
     there = placed(("a", "cpu:0"), ("b", "cpu:0"))
     full = plan(there, FakeTransport(), launcher="slurm", without_gpus={"a": 1, "b": 2})
-    found, _ = place_further(full, there, 1)
+    found, _ = full.place_further(there, 1)
     assert places(found) == [(2, "b", "cpu:1")]
     with pytest.raises(StartError, match="The Slurm allocation is full: get a larger one"):
-        place_further(full, there, 2)
+        full.place_further(there, 2)
 
 
 def test_workers_go_to_the_machines_in_turn(gpus: dict[str, int]) -> None:
     tasks = [Task(WORKER, 0), Task(WORKER, 0), Task(PS, 0)]
     there = placed(("a", "cpu:0"), ("a", "cpu:1"), ("b", "cpu:0"), tasks=tasks)
-    found, _ = place_further(plan(there, FakeTransport(), replicas=2), there, 2)
+    found, _ = plan(there, FakeTransport(), replicas=2).place_further(there, 2)
     assert places(found) == [(3, "b", "cpu:0"), (4, "b", "cpu:1"), (5, "a", "cpu:2"), (6, "a", "cpu:3")]
     assert [str(each.task) for each in found] == ["worker 1", "worker 1", "worker 2", "worker 2"]
     with pytest.raises(StartError, match="each at an address of its own, cannot gain workers"):
-        place_further(plan(there, FakeTransport(), launcher="server"), there, 1)
+        plan(there, FakeTransport(), launcher="server").place_further(there, 1)
 
 
 def test_reserved_hosts_are_released_if_they_do_not_suffice(
     gpus: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, transport = placed(("r0", "cuda:0")), FakeTransport(["r1", "r2"])
-    found, _ = place_further(plan(there, transport), there, 2)
+    found, _ = plan(there, transport).place_further(there, 2)
     assert places(found) == [(1, "r1", "cpu:0"), (2, "r2", "cpu:0")]
-    monkeypatch.setattr(further_engines, "check_capacity", lambda *_, **__: (_ for _ in ()).throw(StartError("full")))
+    monkeypatch.setattr(engine_plan, "check_capacity", lambda *_, **__: (_ for _ in ()).throw(StartError("full")))
     with pytest.raises(StartError, match="r1: full"):
-        place_further(plan(there, transport), there, 2)
+        plan(there, transport).place_further(there, 2)
     assert sorted(transport.released) == ["r1", "r2"]
 
 
 def test_tpu_chips_cannot_be_added(gpus: dict[str, int]) -> None:
     there = placed(("", "tpu:0"))
     with pytest.raises(StartError, match="TPU chips cannot be resized"):
-        place_further(plan(there), there, 1)
+        plan(there).place_further(there, 1)

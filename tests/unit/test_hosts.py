@@ -16,6 +16,7 @@ import pytest
 
 import distnb
 from distnb.cluster.connection import Connection, Keys, make_keys
+from distnb.cluster.engine_plan import ThisMachinePlace
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.launcher import EngineOrder
 from distnb.cluster.local.processes import Processes
@@ -23,11 +24,12 @@ from distnb.cluster.network import address_towards, interface_of, listening_addr
 from distnb.cluster.process_environment import without_task_variables
 from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver, TFConfigClusterResolver
 from distnb.cluster.start_options import StartOptions
+from distnb.cluster.worker_placement import are_workers
 from distnb.errors import OptionError, StartError
 from distnb.machines.base import Found, Hosts, Transport, probe
 from distnb.machines.heartbeat import heartbeat
 from distnb.machines.host_plan import make_plan
-from distnb.machines.hosts import HostOptions, are_workers, read_host_options
+from distnb.machines.hosts import HostOptions, read_host_options
 from distnb.machines.node_agent import Assignment
 from distnb.machines.transports.mpiexec import MPI
 from distnb.machines.transports.ray_nodes import RayOptions
@@ -215,7 +217,7 @@ def test_the_ray_cluster_of_the_notebook_is_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_notebook_listens_on_the_address_of_its_launcher() -> None:
-    assert make_plan(StartOptions(n=2), None).address == "127.0.0.1"
+    assert ThisMachinePlace().plan(StartOptions(n=2)).address == "127.0.0.1"
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert interface_of("127.0.0.7") == "lo"
     assert listening_address(["127.0.0.1"], None) == "127.0.0.1"

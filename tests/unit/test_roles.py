@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import distnb
+from distnb.cluster.engine_plan import ThisMachinePlace
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
 from distnb.cluster.start_options import StartOptions
@@ -157,7 +158,7 @@ def test_workers_may_have_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_tasks_of_this_machine_are_found() -> None:
-    plan = make_plan(StartOptions(devices="cpu:4,cpu:7", oversubscribe=True, workers=2, ps=2), None)
+    plan = ThisMachinePlace().plan(StartOptions(devices="cpu:4,cpu:7", oversubscribe=True, workers=2, ps=2))
     assert [*map(str, plan.devices)] == ["cpu:4", "cpu:7", "cpu:0", "cpu:0"]
     assert plan.tasks == (W0, W1, PS0, PS1)
 

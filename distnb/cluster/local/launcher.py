@@ -10,7 +10,10 @@ from pathlib import Path
 from distnb.cluster.local.processes import Processes
 from distnb.topology import Device
 
-__all__ = ["EngineEnded", "EngineOrder", "Launched", "Launcher"]
+__all__ = ["LOST_AFTER_S", "EngineEnded", "EngineOrder", "Launched", "Launcher"]
+
+LOST_AFTER_S = 8.0
+"""The silence in seconds after which a launcher reports the machine of an engine as lost."""
 
 Launched = Callable[[int, int], None]
 """A function called with (engine, pid) when an engine gets a process, and again when it gets another one."""

@@ -11,6 +11,7 @@ from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from distnb.cluster.worker_placement import (
     WorkerPlacement,
+    are_workers,
     network_environment,
     own_interface,
     placement_of,
@@ -18,7 +19,6 @@ from distnb.cluster.worker_placement import (
     workers_of,
 )
 from distnb.errors import ContextError, OptionError
-from distnb.machines.hosts import are_workers
 from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
 
 __all__ = ["check_communication", "check_notebook", "check_still", "enter", "resolver_of"]
