@@ -1,4 +1,4 @@
-"""The command `distnb`: it runs scripts (`run`), serves engines (`worker`), and shows and ends what is running."""
+"""The command `distnb`: it runs scripts (`run`), shows what is running (`stacks`), and has commands of features."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from distnb import __version__
+from distnb import __version__, features
 from distnb.errors import DistnbError, OptionError
 
 __all__ = ["main"]
@@ -47,12 +47,6 @@ each notebook's process through a socket in the private directory of its cluster
 """
 
 
-_LIST_TEXT = """\
-Lists your detached clusters on this machine: those that `%distnb start --detach` started, whose engines stay when their
-notebook ends. Connect to one in a notebook with `%distnb connect NAME`; end it with `distnb stop NAME`.
-"""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 2 for invalid arguments, else the failing replica's."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -62,16 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if words[0] == "run":
         return _run(words[1:])
-    if words[0] == "worker":
-        from distnb.server import main as serve
-
-        return serve(words[1:], "distnb worker")
     if words[0] == "stacks":
         return _stacks(words[1:])
-    if words[0] == "list":
-        return _list(words[1:])
-    if words[0] == "stop":
-        return _stop(words[1:])
+    for command in features.every("commands"):
+        if words[0] == command.name:
+            code: int = command.run(words[1:])
+            return code
     parser.parse_args(words)  # --help, --version, or an error that lists the commands
     parser.print_help()
     return _USAGE_ERROR
@@ -85,10 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"distnb {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     commands.add_parser("run", help="run a script on several replicas of this machine", add_help=False)
-    commands.add_parser("worker", help="wait for a notebook that uses this machine", add_help=False)
     commands.add_parser("stacks", help="show what each replica of your notebooks is doing", add_help=False)
-    commands.add_parser("list", help="list your detached clusters on this machine", add_help=False)
-    commands.add_parser("stop", help="end a detached cluster", add_help=False)
+    for command in features.every("commands"):
+        commands.add_parser(command.name, help=command.about, add_help=False)
     return parser
 
 
@@ -144,29 +133,6 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("distnb run: interrupted; every replica was ended.", file=sys.stderr)
         return _INTERRUPTED
-
-
-def _list(words: list[str]) -> int:
-    argparse.ArgumentParser(prog="distnb list", description=_LIST_TEXT).parse_args(words)
-    from distnb.detached.listing import text
-
-    print(text())
-    return 0
-
-
-def _stop(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="distnb stop", description="Ends a detached cluster with its engines.")
-    parser.add_argument("name", metavar="NAME", help="the cluster's name, as shown by distnb list")
-    name = parser.parse_args(words).name
-    from distnb.detached.daemon_client import stop_detached
-
-    try:
-        stop_detached(name)
-    except DistnbError as error:
-        print(f"distnb stop: {error}", file=sys.stderr)
-        return 1
-    print(f"The cluster {name} has ended.")
-    return 0
 
 
 def _stacks(words: list[str]) -> int:

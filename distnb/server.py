@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m distnb.s
     """Run the command line and return the exit code. `arguments` excludes the program's name; None takes the process's
     own.
     """
-    code: int = features.require("commands", "worker")(arguments, prog)
+    code: int = features.require("commands", "worker").run(arguments, prog)
     return code
 
 

@@ -9,7 +9,7 @@ notebook binds them:
         │                                 ▲
         └── requests ──▶ daemon ── starts, ends, watches
 
-One notebook at a time is connected (`distnb.cluster.ownership`). It holds its connection to the daemon open, so the
+One notebook at a time is connected (`distnb.detached.ownership`). It holds its connection to the daemon open, so the
 daemon learns of the notebook's end at once. The connection of the notebook that starts the daemon is a socket pair,
 which exists before the daemon does: whenever that notebook ends before the engines have started, so does the daemon.
 The daemon ends with its cluster: at a request, at the time limit, or by SIGTERM.
@@ -43,12 +43,12 @@ from distnb.cluster.connection import Connection, make_keys
 from distnb.cluster.engine_plan import EnginePlace, EnginePlan, PlacedEngine
 from distnb.cluster.lifecycle import Cluster, EngineProcess
 from distnb.cluster.local.processes import Processes
-from distnb.cluster.ownership import EndCluster, Grant, Order, Ownership, Refuse, Release
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.start_options import DETACHED_HOURS, StartOptions
 from distnb.detached import registry
 from distnb.detached.client_connection import ClientConnection
 from distnb.detached.heartbeat_listener import HeartbeatListener
+from distnb.detached.ownership import EndCluster, Grant, Order, Ownership, Refuse, Release
 from distnb.detached.protocol import (
     SOCKET_NAME,
     ClusterSummary,

@@ -35,14 +35,12 @@ from distnb.detached.protocol import (
     Taken,
 )
 from distnb.errors import ClusterError, NoClusterError, StartError
+from distnb.notebook.engine_owners import OnLost
 from distnb.topology import Device
 
-__all__ = ["DaemonClient", "OnLost", "notebook_name", "start_daemon", "stop_detached", "summaries"]
+__all__ = ["DaemonClient", "notebook_name", "start_daemon", "stop_detached", "summaries"]
 
 _logger = logging.getLogger("distnb.detached")
-
-OnLost = Callable[[str, str], None]
-"""A function called with (what has become of each engine, the reason with its cure) when the cluster is lost."""
 
 
 class DaemonClient(RunningCluster):

@@ -26,8 +26,8 @@ from distnb import strategies
 from distnb.accelerators import torch_device
 from distnb.collectives.group.groups import groups
 from distnb.compat.ipython_internals import redirect_errors
-from distnb.detached.absence import Absence
 from distnb.engine import launched_processes, unattended
+from distnb.engine.absence import absence_of
 from distnb.engine.control import Control
 from distnb.engine.debugging import debugger, error_reports
 from distnb.engine.debugging.console import Console
@@ -133,13 +133,9 @@ class Agent:
         self._has_returned = False  # whether a notebook is there to which this thread has not sent its hello
         self._latest: Any = None  # the latest program of a team: its message
         self._latest_error: ErrorReport | None = None  # only if the engine stays
-        self._absence = None
-        if connection.on_disconnect:
-            self._absence = Absence(
-                connection.on_disconnect,
-                lambda: self._hello(returning=True),
-                lambda: self._loop.add_callback(self._reconnect),
-            )
+        self._absence = absence_of(
+            connection, lambda: self._hello(returning=True), lambda: self._loop.add_callback(self._reconnect)
+        )
         pipes = {}
         logs = {}
         streams: tuple[tuple[int, Literal["stdout", "stderr"]], ...] = ((1, "stdout"), (2, "stderr"))
@@ -150,7 +146,7 @@ class Agent:
         self._console = Console(engine, self._guard, self._running, self._emit)
         self._control = Control(
             engine,
-            lambda: ControlLink(context, engine, connection.control_url, **keys, monitored=self._absence is not None),
+            lambda: ControlLink(context, engine, connection.control_url, **keys, monitored=self._absence.is_followed),
             self._guard,
             self._console,
             absence=self._absence,
@@ -196,7 +192,7 @@ class Agent:
     def _hello(self, *, returning: bool = False) -> Hello:
         """Return this engine's introduction, to its first notebook or to a later one."""
         state = None
-        if returning and self._absence is not None:
+        if returning:
             latest, team = (self._latest.program, self._latest.team) if self._latest is not None else (0, None)
             process = this_process.replica
             state = EngineState(
@@ -357,7 +353,7 @@ class Agent:
         finally:
             self._users_loop.leave(outer)
         _logger.debug("program %d ended: %s", message.program, reply.status)
-        if self._absence is not None:
+        if self._absence.is_followed:
             self._latest_error = reply.error
         program_ended()
         debugger.stop_stepping()

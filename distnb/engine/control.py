@@ -25,8 +25,8 @@ import torch
 import zmq
 
 from distnb import activity, process_log
-from distnb.detached.absence import Absence
 from distnb.engine import guard
+from distnb.engine.absence import Absence
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
 from distnb.engine.output import telemetry
@@ -80,7 +80,7 @@ class Control:
 
     Args:
         connect: Returns a new link to the notebook for control. Only this thread uses it.
-        absence: The rules for the time without a notebook; None if the engine ends with its notebook.
+        absence: The behaviour of the engine while no notebook is connected.
         console: Receives the user's answers.
         free_collectives: Frees every collective that is blocked in this process (thread-safe): (reason, interrupted=).
         hold_limits: Suspends the time limits of collectives, or resumes them (thread-safe).
@@ -100,7 +100,7 @@ class Control:
         guard: Guard,
         console: Console,
         *,
-        absence: Absence | None,
+        absence: Absence,
         free_collectives: Callable[..., None],
         hold_limits: Callable[[bool], None],
         sample: Callable[..., TelemetrySample],
@@ -149,8 +149,7 @@ class Control:
             self._measured = (program, replica)
             activity.program_began()
         self.running = (program, replica)
-        if self._absence is not None:
-            self._absence.program_began(program)
+        self._absence.program_began(program)
 
     def program_ended(self, event: ProgramEnded | None) -> None:
         """Send the event at once, after all of the program's output. With None the reply alone reports the end."""
@@ -230,20 +229,16 @@ class Control:
 
     def _follow_connection(self, monitor: ConnectionMonitor) -> None:
         """Handle the end of a notebook, and the arrival of the next one."""
-        absence = self._absence
-        assert absence is not None
         for connected in monitor.news():
             if connected:
-                if absence.lasts:
-                    self._link.send([absence.hello()])
-                    absence.reconnect()
+                self._absence.meet(self._link.send)
                 continue
-            absence.begin(self.running)
+            self._absence.begin(self.running)
             self._replace_link(monitor)
             running = self.running
             if running is not None:
                 self._console.answer(Answer(running[0], refusal="the notebook has ended, so nobody can answer."))
-                if absence.ends_programs:
+                if self._absence.ends_programs:
                     self.end_program(running[0], "the notebook has ended")
             return  # the monitor is closed
 
@@ -268,7 +263,7 @@ class Control:
         elif isinstance(order, Answer):
             self._console.answer(order)
         elif isinstance(order, ShowKept):
-            if self._absence is not None and (kept := self._absence.end(self._engine, order.since)):
+            if kept := self._absence.end(self._engine, order.since):
                 self._link.send(list(kept))
         elif isinstance(order, Prompting):
             self._hold_limits(order.on)
@@ -310,11 +305,9 @@ class Control:
         if not self._events:
             return
         batch = _joined([self._events.popleft() for _ in range(len(self._events))])
-        if self._absence is not None:
-            self._absence.keep(batch)
-            if self._absence.lasts:
-                return
-        self._link.send(batch)
+        self._absence.keep(batch)
+        if not self._absence.lasts:
+            self._link.send(batch)
 
     def _read_points(self) -> list[Live]:
         """Return the points whose numbers have arrived from the device, or all points once the program has ended."""

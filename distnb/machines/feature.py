@@ -3,4 +3,4 @@
 from distnb.features import add
 
 add("places of engines", "other machines", "distnb.machines.host_plan:find_place")
-add("commands", "worker", "distnb.machines.server_command:main")
+add("commands", "worker", "distnb.machines.server_command:WORKER")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from distnb.cluster.resolvers import TFConfigClusterResolver
+from distnb.command import Command
 from distnb.errors import DistnbError, OptionError
-from distnb.machines.engine_server import Server, serve_until_signal
 from distnb.machines.secret import SECRET_VARIABLE
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from distnb.machines.engine_server import Server
+
+__all__ = ["WORKER"]
 
 _TEXT = """\
 TF_CONFIG describes the cluster and this machine's task in it. The server listens on that task's address and waits for
@@ -23,10 +27,7 @@ Notebook and servers authenticate with a secret file, the same on all machines a
 """
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "python -m distnb.server") -> int:
-    """Run the command line and return the exit code. `arguments` excludes the program's name; None takes the process's
-    own.
-    """
+def _main(arguments: Sequence[str] | None, prog: str = "distnb worker") -> int:
     parser = argparse.ArgumentParser(
         prog=prog,
         description=_TEXT,
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m distnb.s
         "--secret-file", metavar="PATH", help=f"the secret file (default: the one that {SECRET_VARIABLE} names)"
     )
     options = parser.parse_args(arguments)
+    from distnb.machines.engine_server import serve_until_signal
+
     try:
         serve_until_signal(_server(options.secret_file))
     except OptionError as error:
@@ -48,6 +51,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m distnb.s
 
 
 def _server(secret: str | None) -> Server:
+    from distnb.machines.engine_server import Server
+
     resolver = TFConfigClusterResolver()
     spec, kind, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     if not spec or kind is None or index is None:
@@ -56,3 +61,6 @@ def _server(secret: str | None) -> Server:
             '["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}.'
         )
     return Server(spec, kind, index, secret=secret)
+
+
+WORKER = Command("worker", "wait for a notebook that uses this machine", _main)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distnb import features
 from distnb.cluster import tpu_chips
 from distnb.cluster.devices import available_gpus, plan_devices
 from distnb.cluster.resolvers import (
@@ -19,7 +20,6 @@ from distnb.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from distnb.cluster.start_options import StartOptions
-from distnb.detached import listing as detached
 from distnb.errors import NoClusterError, OptionError, closest
 from distnb.magics.cell_history import HEADER
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
@@ -145,9 +145,9 @@ class ClusterMagic:
 
     def list(self, found: Namespace) -> None:
         """Run `%distnb list`."""
-        rows = detached.rows()
-        if rows:
-            self._table(detached.HEADER, rows)
+        listing = features.require("clusters that stay", "list")
+        if rows := listing.rows():
+            self._table(listing.HEADER, rows)
         else:
             print("You have no detached cluster on this machine. %distnb start --detach starts one.")
 

@@ -1,8 +1,17 @@
-"""The owner of a session's engines: the notebook's process itself, or the daemon of a detached cluster."""
+"""The owner of a session's engines: the notebook's process itself, or one that a feature adds.
+
+Engines that stay when the notebook ends have another owner. The extension point "clusters that stay" has these names:
+
+    start      makes the owner of a new cluster, given its options, its place and a function that shows progress
+    connect    makes the owner of a cluster that another notebook has started, given its name
+    list       has `rows()` and HEADER, the table of the user's clusters
+    absence    the engine's behaviour while no notebook is connected: see `distnb.engine.absence`
+
+Both owners are a `LastingOwner`.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import sys
@@ -11,24 +20,39 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
+from distnb import features
 from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.engine_plan import EnginePlan, PlacedEngine, place_of
 from distnb.cluster.lifecycle import Cluster, RunningCluster
-from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.start_options import StartOptions
-from distnb.detached import registry
-from distnb.detached.daemon import DaemonOptions
-from distnb.detached.daemon_client import DaemonClient, OnLost, notebook_name, start_daemon
 from distnb.topology import Task
 from distnb.wire.channel import Switchboard
 
-__all__ = ["EngineOwner", "OwnedByDaemon", "OwnedByNotebook", "connected_owner", "plan_owner"]
+if TYPE_CHECKING:
+    from distnb.notebook.engines import Engines
+    from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
+    from distnb.notebook.session_part import Ask
+
+__all__ = [
+    "EngineOwner",
+    "LastingOwner",
+    "OnExit",
+    "OnLost",
+    "OwnedByNotebook",
+    "import_torch",
+    "plan_owner",
+    "print_notices",
+]
 
 OnExit = Callable[[int, int, str], None]
 """A function called with (engine, pid, status in words) when an engine ends unexpectedly."""
+
+OnLost = Callable[[str, str], None]
+"""A function called with (what has become of each engine, the reason with its cure) when the cluster is lost."""
 
 
 class EngineOwner(ABC):
@@ -39,7 +63,7 @@ class EngineOwner(ABC):
         keys: The cluster's keys.
         tasks: The task of each engine; empty if all engines are alike.
         store: The address of the rendezvous store, or None if the engines meet by files.
-        name: The name of a detached cluster, or "".
+        name: The name under which another notebook connects to engines that stay; "" if they end with this one.
         hosts: The machine of each engine that does not run on this one.
         packages: The versions of the packages on each of these machines.
         sync: Whether the notebook's local modules are sent to them.
@@ -84,6 +108,9 @@ class EngineOwner(ABC):
         It is called with a description of each engine's end, and with a text for the user: the reason and the cure.
         """
 
+    def note_names(self, user_ns: Mapping[str, Any], program: int) -> None:  # noqa: B027  (engines may end with it)
+        """Note the names of the notebook's namespace, and the latest program whose end it has seen, for a later one."""
+
     @abstractmethod
     def place_further(
         self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
@@ -97,6 +124,19 @@ class EngineOwner(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything, after the cluster has been stopped."""
+
+
+class LastingOwner(EngineOwner):
+    """An owner of engines that stay when the notebook ends."""
+
+    @abstractmethod
+    def resume(
+        self, engines: Engines, namespace: NotebookNamespace, ask: Ask, on_progress: Callable[[str], None]
+    ) -> object:
+        """Take up the engines where an earlier notebook has left them, and bind its names.
+
+        Return a description of the names, for the user.
+        """
 
 
 class OwnedByNotebook(EngineOwner):
@@ -149,7 +189,7 @@ class OwnedByNotebook(EngineOwner):
 
     def start(self, on_progress: Callable[[str], None]) -> None:
         """Start the engines, and import torch here while the engines import it: their replies need it."""
-        meanwhile = _import_torch if self._store is None else self._store.serve
+        meanwhile = import_torch if self._store is None else self._store.serve
         assert self._cluster is not None
         self._cluster.start(on_progress=on_progress, meanwhile=meanwhile)
 
@@ -170,66 +210,14 @@ class OwnedByNotebook(EngineOwner):
             self._store.close()
 
 
-class OwnedByDaemon(EngineOwner):
-    """Engines of a detached cluster, to whose daemon this process is connected as its notebook."""
-
-    def __init__(self, client: DaemonClient) -> None:
-        self.client = client
-        self.name = client.facts.name
-        self.directory = client.facts.directory
-        self.keys = client.facts.keys
-        self.store = client.facts.store
-        self.hosts = client.facts.hosts
-        self.packages, self.sync = client.facts.packages, client.facts.sync
-
-    def _listening(self) -> tuple[str | None, tuple[int, int] | None]:
-        facts = self.client.facts
-        return (None if facts.ports is None else facts.address), facts.ports
-
-    def cluster(self, switchboard: Switchboard, on_exit: OnExit) -> DaemonClient:
-        """Return the cluster, which the daemon owns."""
-        self.client.on_exit = on_exit
-        return self.client
-
-    def start(self, on_progress: Callable[[str], None]) -> None:
-        """Have the daemon start the engines, and import torch here meanwhile."""
-        self.client.start(on_progress=on_progress, meanwhile=_import_torch)
-
-    def when_lost(self, handle: OnLost) -> None:
-        """Call a function when another notebook takes the cluster over, or when it ends."""
-        self.client.when_lost(handle)
-
-    def place_further(
-        self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
-    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
-        """Return places that the daemon's plan allows."""
-        return self.client.place_further(there, count, on_progress)
-
-    def joined(self) -> None:
-        """Have the daemon keep them."""
-        self.client.joined()
-
-    def close(self) -> None:
-        """Disconnect from the daemon."""
-        self.client.close()
-
-
 def plan_owner(options: StartOptions, on_progress: Callable[[str], None]) -> EngineOwner:
     """Plan a cluster, print the notices about it, and return the owner of its engines, which are not started yet."""
     place = place_of(options)
     if options.detach:
-        without_resolver = dataclasses.replace(options, cluster_resolver=None)
-        client = start_daemon(DaemonOptions(who=notebook_name(), options=without_resolver, place=place))
-        try:
-            client.plan(on_progress)
-            raise_file_limit(client.facts.engines)  # the daemon raises its own
-        except BaseException:
-            client.stop()
-            raise
-        _print_notices(client.facts.notices)
-        return OwnedByDaemon(client)
+        owner: EngineOwner = features.require("clusters that stay", "start")(options, place, on_progress)
+        return owner
     plan = place.plan(options, on_progress)
-    _print_notices(plan.notices)
+    print_notices(plan.notices)
     try:
         return OwnedByNotebook(plan, sync=options.sync)
     except BaseException:
@@ -237,26 +225,10 @@ def plan_owner(options: StartOptions, on_progress: Callable[[str], None]) -> Eng
         raise
 
 
-def connected_owner(name: str, *, take: bool) -> OwnedByDaemon:
-    """Connect to the daemon of a detached cluster as its notebook.
-
-    Raises:
-        NoClusterError: There is no such cluster on this machine.
-        ClusterError: Another notebook is connected.
-    """
-    client = DaemonClient(registry.find(name).socket)
-    try:
-        client.connect(notebook_name(), take=take)
-        raise_file_limit(client.facts.engines)
-    except BaseException:
-        client.close()
-        raise
-    return OwnedByDaemon(client)
-
-
-def _print_notices(notices: Iterable[str]) -> None:
+def print_notices(notices: Iterable[str]) -> None:
+    """Print the notices about a cluster's plan."""
     for notice in notices:
         print(f"distnb: {notice}", file=sys.stderr)
 
 
-_import_torch = partial(importlib.import_module, "torch.distributed")
+import_torch = partial(importlib.import_module, "torch.distributed")

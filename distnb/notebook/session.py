@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from distnb import features
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.start_options import StartOptions
-from distnb.detached.reconnection import Restored, restore_names, resume_programs
-from distnb.detached.saved_names import SavedNames
 from distnb.errors import EngineDied, NoClusterError, OptionError, ProgramError
 from distnb.notebook.dependencies import Dependencies
-from distnb.notebook.engine_owners import EngineOwner, connected_owner, plan_owner
+from distnb.notebook.engine_owners import EngineOwner, LastingOwner, plan_owner
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.handles.pending import DeferredCall, PendingCall, PendingCalls
@@ -97,7 +96,6 @@ class Session:
         self.namespace.operations.before = self._send_deferred
         self.namespace.stays = bool(owner.name)
         self._engines = Engines(owner, self.namespace)
-        self._saved_names = SavedNames()
         self._supervisor = self._engines.supervisor
         self.events = self._supervisor.events
         self._dispatch = self._engines.dispatch
@@ -152,8 +150,8 @@ class Session:
         take: bool = False,
         on_progress: Callable[[str], None] = lambda text: None,
         follow: Callable[[Session], None] = lambda session: None,
-    ) -> tuple[Session, Restored]:
-        """Connect to a detached cluster, and bind the names of its earlier notebook.
+    ) -> tuple[Session, object]:
+        """Connect to engines that stayed when their notebook ended, and bind its names.
 
         Args:
             name: The cluster's name.
@@ -161,19 +159,21 @@ class Session:
             follow: Called with the session before it shows the output of a program that still runs.
 
         Returns:
-            The session, and the names.
+            The session, and a description of the names.
+
+        Raises:
+            NoClusterError: There is no such cluster on this machine.
+            ClusterError: Another notebook is connected.
         """
-        owner = connected_owner(name, take=take)
+        owner: LastingOwner = features.require("clusters that stay", "connect")(name, take=take)
         session = cls(user_ns, owner)
-        session.namespace.most_nbytes = owner.client.facts.data_limit_nbytes
         try:
             session._engines.connect()
             owner.when_lost(session._lose)
             session._prepare_machines()
             follow(session)
             with session._dispatch.turn:
-                latest = resume_programs(session._engines, on_progress)
-                restored = restore_names(session._engines, session.namespace, session._ask, latest)
+                restored = owner.resume(session._engines, session.namespace, session._ask, on_progress)
             session._serve_terminals()
             session.save_names()
         except BaseException:
@@ -191,18 +191,9 @@ class Session:
         return self._engines.owner.name
 
     def save_names(self) -> None:
-        """Save the names that are bound to engine objects, for the next notebook of a detached cluster."""
-        if not (self.name and self.alive):
-            return
-        names, directory = SavedNames.of(self.user_ns, self.latest_program), self._engines.owner.directory
-        if names != self._saved_names:
-            try:
-                names.save(directory)
-            except FileNotFoundError:
-                if directory.exists():
-                    raise
-                return  # the cluster has ended, which the next program reports
-            self._saved_names = names
+        """Save the names that are bound to engine objects, for the next notebook of engines that stay."""
+        if self.alive:
+            self._engines.owner.note_names(self.user_ns, self.latest_program)
 
     def disconnect(self) -> None:
         """Leave the engines of a detached cluster to the next notebook. Handles here can no longer be used.

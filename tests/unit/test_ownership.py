@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from distnb.cluster.ownership import EndCluster, Grant, Order, Ownership, Refuse, Release
+from distnb.detached.ownership import EndCluster, Grant, Order, Ownership, Refuse, Release
 
 A, B, C, D = range(4)
 LIMIT = "it reached its limit"

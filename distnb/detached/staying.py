@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distnb.detached.kept_events import KeptEvents
+from distnb.engine.absence import Absence
 
-__all__ = ["Absence"]
+__all__ = ["Staying"]
 
 _logger = logging.getLogger("distnb.engine")
 
 
-class Absence:
+class Staying(Absence):
     """The absence of a notebook: whether it lasts, and what the next notebook must learn.
 
     It lasts until a notebook has connected *and* asked for what was kept, since before that it could not place the
@@ -22,44 +23,38 @@ class Absence:
     Args:
         policy: What happens to a program that runs when the notebook ends: "continue" or "end".
         hello: Returns the message that introduces this engine to the next notebook.
-        reconnect: Called when a notebook has connected for control, to connect for programs too.
-
-    Attributes:
-        lasts: Whether no notebook is there.
-        unseen: The first program that ran when the notebook had gone; 0 if there is none.
+        reconnect: Connects to that notebook for programs, once it has connected for control.
     """
+
+    is_followed = True
 
     def __init__(self, policy: str, hello: Callable[[], Any], reconnect: Callable[[], None]) -> None:
         self.ends_programs = policy == "end"
-        self.hello = hello
-        self.reconnect = reconnect
-        self.lasts = False
-        self.unseen = 0
+        self._hello = hello
+        self._reconnect = reconnect
         self._kept = KeptEvents()
 
     def begin(self, running: tuple[int, int] | None) -> None:
-        """Begin the absence, in which this (program, replica) may run."""
         _logger.info("the notebook has gone")
         if not self.lasts:
             self.lasts = True
             self.unseen = running[0] if running is not None else 0
 
     def program_began(self, program: int) -> None:
-        """Note that a program that had arrived before begins."""
+        """Note that a program begins, which has arrived before the absence if there is one."""
         if self.lasts:
             self.unseen = self.unseen or program
 
     def keep(self, events: Sequence[Any]) -> None:
-        """Keep events, which are also sent unless the absence lasts."""
         self._kept.add(events, alone=not self.lasts)
+        self.kept = self._kept.program
 
-    @property
-    def kept(self) -> int:
-        """The latest program of which events are kept; 0 if there is none."""
-        return self._kept.program
+    def meet(self, send: Callable[[list[Any]], None]) -> None:
+        if self.lasts:
+            send([self._hello()])
+            self._reconnect()
 
     def end(self, engine: int, since: int) -> Sequence[Any]:
-        """End the absence. Return the events since the first program that the next notebook has not seen, if not 0."""
         _logger.info("another notebook is connected")
         self.lasts, self.unseen = False, 0
         return self._kept.since(since, engine) if since else ()

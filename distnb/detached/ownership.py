@@ -81,7 +81,7 @@ class Ownership(StateMachine):
         ended: The reason of the cluster's end; "" before that.
     """
 
-    log = logging.getLogger("distnb.cluster.ownership")
+    log = logging.getLogger("distnb.detached.ownership")
 
     def __init__(self, client: int, who: str, ends: float | None = None, limit: str = "") -> None:
         super().__init__()

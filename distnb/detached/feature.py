@@ -1,0 +1,10 @@
+"""The extension points to which detached clusters add."""
+
+from distnb.features import add
+
+add("clusters that stay", "start", "distnb.detached.daemon_owner:start")
+add("clusters that stay", "connect", "distnb.detached.daemon_owner:connect")
+add("clusters that stay", "list", "distnb.detached.listing")
+add("clusters that stay", "absence", "distnb.detached.staying:Staying")
+add("commands", "list", "distnb.detached.terminal_commands:LIST")
+add("commands", "stop", "distnb.detached.terminal_commands:STOP")
