@@ -14,7 +14,7 @@ import torch
 from distnb.checkpoint.chief import on_chief
 from distnb.checkpoint.states.module_states import tensors_of
 from distnb.checkpoint.states.object_states import on_replicas
-from distnb.checkpoint.stored_tensors import DTYPES
+from distnb.checkpoint.tensor_files import DTYPES, write_tensors
 from distnb.checkpoint.tensor_slices import is_sharded
 from distnb.errors import ContextError, OptionError
 from distnb.runtime import contexts
@@ -25,7 +25,6 @@ __all__ = ["INDEX", "SINGLE", "export_safetensors"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNFINISHED = ".unfinished"
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _Outline = tuple[torch.dtype, tuple[int, ...]]
 
@@ -40,8 +39,9 @@ def export_safetensors(
     written once, under its first name. transformers' `from_pretrained` loads the folder if the model's configuration
     is in it, too.
 
-    All replicas call this, in cross-replica context. They gather sharded parameters one after the other, so no process
-    holds more than one whole parameter, and replica 0 writes. A handle in the notebook is exported by its replicas.
+    All replicas call this, in cross-replica context. They gather sharded parameters one after the other, and replica 0
+    writes. It holds the whole parameters of one file, the others only one whole parameter at a time. A handle in the
+    notebook is exported by its replicas.
 
     Args:
         model: The model.
@@ -83,17 +83,17 @@ def _export(model: torch.nn.Module, folder: str, max_file_nbytes: int) -> str:
     target = Path(folder)
     on_chief(lambda: _check_free(target))
     process = this_process.replica
-    writer = _ModelWriter(target, outlines) if process is None or process.rank == 0 else None
+    writer = _ModelWriter(target) if process is None or process.rank == 0 else None
     for file, names in files.items():
-        names = sorted(names, key=lambda name: (-outlines[name][0].itemsize, name))  # every tensor is aligned
-        if writer is not None:
-            writer.begin(file, names)
+        wholes = {}
         for name in names:
-            whole = _whole_value(tensors[name])  # on all replicas, also if replica 0 cannot write
+            each = _whole_value(tensors[name])  # on all replicas, also if replica 0 cannot write
             if writer is not None:
-                writer.append(whole)
-            del whole
-    on_chief(lambda: writer.finish(files) if writer is not None else None)
+                wholes[name] = each.cpu()
+            del each
+        if writer is not None:
+            writer.write(file, wholes)
+    on_chief(lambda: writer.finish(files, sum(map(_nbytes, outlines.values()))) if writer is not None else None)
     return folder
 
 
@@ -117,7 +117,7 @@ def _checked(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
             what = f"a {type(each).__name__}"
         elif each.is_meta:
             what = "on the meta device and has no content"
-        elif each.layout is not torch.strided or each.dtype not in _NAMES:
+        elif each.layout is not torch.strided or each.dtype not in DTYPES:
             what = f"a {each.layout} tensor of {each.dtype}"
         else:
             continue
@@ -168,62 +168,33 @@ def _whole_value(tensor: Any) -> torch.Tensor:
 class _ModelWriter:
     """The files on replica 0. An error is raised at the end, because the other replicas gather until then."""
 
-    def __init__(self, folder: Path, outlines: Mapping[str, _Outline]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._outlines = outlines
-        self._open: Any = None
-        self._error: OSError | None = None
+        self._error: OSError | OptionError | None = None
 
-    def begin(self, file: str, names: Iterable[str]) -> None:
-        """Write the header of a file that will hold these tensors, in this order."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in names:
-            first, end = end, end + _nbytes(self._outlines[name])
-            dtype, shape = self._outlines[name]
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [first, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._close()
-        try:
-            self._open = (self._folder / f".{file}{_UNFINISHED}").open("wb")
-            self._open.write(len(text).to_bytes(8, "little") + text)
-        except OSError as error:
-            self._error = self._error or error
+    def _unfinished(self, file: str) -> Path:
+        return self._folder / f".{file}{_UNFINISHED}"
 
-    def append(self, tensor: torch.Tensor) -> None:
-        """Write the next tensor."""
-        if self._error is not None or not tensor.numel():
+    def write(self, file: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a file under a temporary name."""
+        if self._error is not None:
             return
-        flat: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         try:
-            self._open.write(memoryview(flat))
-        except OSError as error:
+            write_tensors(self._unfinished(file), tensors, {"format": "pt"})
+        except (OSError, OptionError) as error:
             self._error = error
 
-    def _close(self) -> None:
-        if self._open is None:
-            return
-        try:
-            with self._open as file:
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            self._error = self._error or error
-        self._open = None
-
-    def finish(self, files: Mapping[str, Iterable[str]]) -> None:
+    def finish(self, files: Mapping[str, Iterable[str]], nbytes: int) -> None:
         """Give the files their names and write the index, or delete them and raise the first error."""
-        self._close()
         if self._error is not None:
             for file in files:
-                (self._folder / f".{file}{_UNFINISHED}").unlink(missing_ok=True)
+                self._unfinished(file).unlink(missing_ok=True)
             raise self._error
         for file in files:
-            (self._folder / f".{file}{_UNFINISHED}").rename(self._folder / file)
+            self._unfinished(file).rename(self._folder / file)
         if len(files) > 1:
             index = {
-                "metadata": {"total_size": sum(map(_nbytes, self._outlines.values()))},
+                "metadata": {"total_size": nbytes},
                 "weight_map": {name: file for file, names in files.items() for name in names},
             }
             (self._folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")

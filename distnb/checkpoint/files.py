@@ -17,21 +17,21 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import mmap
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
-from distnb.checkpoint.stored_tensors import FileHeader, StoredPiece, StoredTensor, header_bytes, parse_header
+from distnb.checkpoint.stored_tensors import StoredTensor
+from distnb.checkpoint.tensor_files import map_tensors, naming, sync, write_tensors
 from distnb.checkpoint.tensor_slices import TensorSlice
 from distnb.checkpoint.trees import decode, encode
 from distnb.errors import CheckpointError, OptionError
@@ -67,6 +67,8 @@ _VERSION, _ANY_AXIS = 1, 2
 _UNFINISHED, _REMOVED, _NOTE = ".unfinished-", ".removed-", ".note"
 # The keys in files that torch.distributed.checkpoint reads.
 _SLICES, _BEGINNING = "DCP_SHARDING_INFO", "saved_offsets"
+
+_LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 
 Held = dict[str, tuple[torch.Tensor, list[int]]]
 """The tensors of one file by name, each with its place in the whole."""
@@ -139,29 +141,11 @@ def write_part(file: Path, held: Held) -> dict[str, Any]:
     Returns:
         The file's size, a digest of its header, and for each slice its start, its dtype, and a digest of its bytes.
     """
-    from safetensors.torch import save_file
-
-    seen: set[int] = set()
-    plain = {}
-    for name, (tensor, _) in held.items():
-        here = tensor.cpu()  # copied first: not every device reports the address of its memory
-        storage = here.untyped_storage()
-        # safetensors refuses tensors that share memory.
-        is_whole = here.is_contiguous() and storage.nbytes() == here.nbytes and storage.data_ptr() not in seen
-        plain[name] = here if is_whole else here.clone(memory_format=torch.contiguous_format)
-        seen.add(storage.data_ptr())
     beginnings = {name: {_BEGINNING: offset} for name, (_, offset) in held.items()}
-    with _naming(file):
-        try:
-            save_file(plain, file, metadata={_SLICES: json.dumps(beginnings)})
-        except KeyError as error:
-            raise OptionError(
-                f"The installed safetensors has no {error.args[0]}. Install a newer safetensors."
-            ) from None
-        _sync(file)
+    plain = write_tensors(file, {name: tensor for name, (tensor, _) in held.items()}, {_SLICES: json.dumps(beginnings)})
     return {
         "nbytes": file.stat().st_size,
-        "header": xxhash.xxh3_128_hexdigest(header_bytes(file)),
+        "header": _digest_of_header(file),
         "tensors": {
             name: (_start(held[name][1]), str(each.dtype).removeprefix("torch."), _digest(each))
             for name, each in plain.items()
@@ -190,15 +174,15 @@ def complete(unfinished: Path, path: Path, parts: Mapping[str, Any], described: 
     starts = [start for facts in parts.values() for start, _, _ in facts["tensors"].values()]
     version = _ANY_AXIS if any(isinstance(start, list) for start in starts) else _VERSION
     manifest = {"format": _FORMAT, "version": version, "xxh3_128": _digest_of_text(held), "holds": held}
-    with _naming(unfinished / _MANIFEST), (unfinished / _MANIFEST).open("x", encoding="utf-8") as text:
+    with naming(unfinished / _MANIFEST), (unfinished / _MANIFEST).open("x", encoding="utf-8") as text:
         json.dump(manifest, text, allow_nan=False)
         text.flush()
         os.fsync(text.fileno())
     for note in unfinished.glob(f"*{_NOTE}"):
         note.unlink()
-    _sync(unfinished)
+    sync(unfinished)
     unfinished.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     nbytes = sum(facts["nbytes"] for facts in parts.values())
     _logger.info("wrote %s: %d bytes in %d files", path, nbytes, len(parts))
 
@@ -241,30 +225,6 @@ def complete_from_notes(unfinished: Path, path: Path, count: int) -> bool:
 # -- on the disk -------------------------------------------------------------------------------------------------------
 
 
-def _map(file: Path, access: int = mmap.ACCESS_COPY) -> mmap.mmap:
-    """Return a file's bytes, by default as writable memory, which torch requires although nothing writes to it."""
-    with file.open("rb") as opened:
-        return mmap.mmap(opened.fileno(), 0, access=access)
-
-
-@contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Add the path to errors of the file system that have none, such as of a full disk."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, os.strerror(error.errno), str(file)) from None
-    except SafetensorError as error:
-        code = re.search(r"\(os error (\d+)\)", str(error))
-        if code is None:
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from None
-
-
 def _digest_of_text(held: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(held, allow_nan=False).encode())
 
@@ -275,13 +235,11 @@ def _digest(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _digest_of_header(file: Path) -> str:
+    """Return a digest of what a file says about its tensors: eight bytes with the length of a text, and the text."""
+    with file.open("rb") as opened:
+        length = opened.read(8)
+        return xxhash.xxh3_128_hexdigest(length + opened.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER)))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -337,54 +295,8 @@ def read(path: Path) -> Any:
     Raises:
         CheckpointError: The path is not a checkpoint, or the checkpoint is incomplete or damaged.
     """
-    holds = check(path)
-    slices: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
-    for name, facts in holds["files"].items():
-        for key, offset, tensor in _mapped_slices(path, name, facts):
-            slices.setdefault(key, []).append((offset, tensor))
-    return decode(holds["tree"], {key: _joined(parts) for key, parts in slices.items()})
-
-
-def _mapped_slices(path: Path, name: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, list[int], torch.Tensor]]:
-    """Yield the name, place and content of each slice in a file. (safetensors' own reader takes 18 µs for each.)"""
-    header, offsets = _header(path, name, facts)
-    data = memoryview(_map(path / name))
-    for key in facts["tensors"]:
-        dtype, shape, (first, last) = header.tensors[key]
-        part = data[first:last]
-        _compare_digest(path, name, key, facts, part)
-        flat = torch.frombuffer(part, dtype=dtype) if part.nbytes else torch.empty(0, dtype=dtype)
-        yield key, offsets[key], flat.view(shape)
-
-
-def _joined(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
-    if len(parts) == 1:
-        return parts[0][1]
-    ends = [[first + size for first, size in zip(offset, each.shape, strict=True)] for offset, each in parts]
-    joined = parts[0][1].new_empty([max(sizes) for sizes in zip(*ends, strict=True)])
-    for (offset, each), end in zip(parts, ends, strict=True):
-        joined[tuple(map(slice, offset, end))] = each
-    return joined
-
-
-def _header(path: Path, name: str, facts: Mapping[str, Any]) -> tuple[FileHeader, dict[str, list[int]]]:
-    """Return the header of a file and the place of each slice, if they have not changed since they were written."""
-    try:
-        header = header_bytes(path / name)
-    except CheckpointError:
-        header = b""
-    if xxhash.xxh3_128_hexdigest(header) != facts["header"]:
-        raise CheckpointError(f"{path} is damaged: the header of {name} has changed since it was written.")
-    parsed = parse_header(path / name, header)
-    offsets = json.loads(parsed.metadata[_SLICES])
-    return parsed, {key: each[_BEGINNING] for key, each in offsets.items()}
-
-
-def _compare_digest(path: Path, name: str, key: str, facts: Mapping[str, Any], part: memoryview) -> None:
-    if xxhash.xxh3_128_hexdigest(part) != facts["tensors"][key][2]:
-        raise CheckpointError(
-            f"{path} is damaged: the bytes of {key!r} in {name} have changed since they were written."
-        )
+    described, tensors = _open(path, 0, 1)
+    return decode(described, {name: each.map() for name, each in tensors.items()})
 
 
 def stored(path: Path, share: int = 0, shares: int = 1) -> Any:
@@ -400,24 +312,27 @@ def stored(path: Path, share: int = 0, shares: int = 1) -> Any:
     Raises:
         CheckpointError: The path is not a checkpoint, or the checkpoint is incomplete or damaged.
     """
+    return decode(*_open(path, share, shares))
+
+
+def _open(path: Path, share: int, shares: int) -> tuple[Any, dict[str, StoredTensor]]:
     holds = check(path)
-    pieces: dict[str, list[StoredPiece]] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    headers = {name: _header(path, name, facts) for name, facts in holds["files"].items()}
-    total = sum(header.nbytes for header, _ in headers.values())
+    parts: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
+    total = sum(facts["nbytes"] for facts in holds["files"].values())
     before = 0
-    for name, (header, offsets) in headers.items():
-        facts, mapped = holds["files"][name], None
-        for key, (dtype, shape, (first, last)) in header.tensors.items():
-            dtypes[key] = dtype
-            pieces.setdefault(key, []).append(
-                StoredPiece(file=str(path / name), start=first, offset=tuple(offsets[key]), shape=shape)
-            )
-            if (before + first) * shares // total == share:
-                mapped = mapped or memoryview(_map(path / name, mmap.ACCESS_READ))
-                _compare_digest(path, name, key, facts, mapped[first:last])
-        before += header.nbytes
-    return decode(holds["tree"], {key: StoredTensor(key, dtypes[key], parts) for key, parts in pieces.items()})
+    for name, facts in holds["files"].items():
+        if _digest_of_header(path / name) != facts["header"]:
+            raise CheckpointError(f"{path} is damaged: the header of {name} has changed since it was written.")
+        tensors, metadata = map_tensors(path / name)
+        beginnings = json.loads(metadata[_SLICES])
+        for key, tensor in tensors.items():
+            if before * shares // total == share and _digest(tensor) != facts["tensors"][key][2]:
+                raise CheckpointError(
+                    f"{path} is damaged: the bytes of {key!r} in {name} have changed since they were written."
+                )
+            parts.setdefault(key, []).append((beginnings[key][_BEGINNING], tensor))
+            before += tensor.nbytes
+    return holds["tree"], {key: StoredTensor(key, several) for key, several in parts.items()}
 
 
 # -- many of them in one folder ----------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distnb.checkpoint.stored_tensors import DTYPES, StoredTensor, whole
+from distnb.checkpoint.stored_tensors import StoredTensor, whole
+from distnb.checkpoint.tensor_files import DTYPES
 from distnb.checkpoint.tensor_slices import TensorSlice
 from distnb.errors import CheckpointError, OptionError
 
@@ -18,9 +19,6 @@ __all__ = ["decode", "encode"]
 
 _KIND = "$"
 """The key of a JSON object that represents a value of a type that JSON lacks."""
-
-
-_DTYPES = frozenset(DTYPES.values())
 
 
 def encode(tree: Any) -> tuple[Any, dict[str, torch.Tensor | TensorSlice]]:
@@ -79,7 +77,7 @@ class _Encoder:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise OptionError(f"A checkpoint cannot hold {path!r}: it is a {tensor.layout} tensor on {tensor.device}.")
         real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        if real.dtype not in _DTYPES:
+        if real.dtype not in DTYPES:
             raise OptionError(
                 f"A checkpoint cannot hold {path!r}: it is a tensor of {tensor.dtype}, which safetensors files do not "
                 "have. Save its bytes: tensor.view(torch.uint8)."

@@ -15,7 +15,8 @@ from distnb.checkpoint.exporting import INDEX, SINGLE
 from distnb.checkpoint.states.base import TensorOutline, listed, misfit_of_tensor
 from distnb.checkpoint.states.module_states import load_tensors, loads_itself, tensors_of
 from distnb.checkpoint.states.object_states import on_replicas
-from distnb.checkpoint.stored_tensors import StoredPiece, StoredTensor, header_bytes, parse_header
+from distnb.checkpoint.stored_tensors import StoredTensor
+from distnb.checkpoint.tensor_files import map_tensors
 from distnb.errors import CheckpointError, CheckpointMismatchError, ContextError, OptionError
 from distnb.runtime import contexts
 from distnb.values import Mirrored
@@ -146,16 +147,4 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _of_file(file: Path) -> dict[str, StoredTensor]:
-    try:
-        nbytes = file.stat().st_size
-        header = parse_header(file, header_bytes(file))
-    except FileNotFoundError:
-        raise CheckpointError(f"There is no file {file}.") from None
-    if nbytes < header.nbytes:
-        raise CheckpointError(f"{file} is not complete: it has {nbytes} bytes instead of {header.nbytes}.")
-    return {
-        name: StoredTensor(
-            name, dtype, [StoredPiece(file=str(file), start=first, offset=(0,) * len(shape), shape=shape)]
-        )
-        for name, (dtype, shape, (first, _)) in header.tensors.items()
-    }
+    return {name: StoredTensor(name, [((0,) * each.dim(), each)]) for name, each in map_tensors(file)[0].items()}

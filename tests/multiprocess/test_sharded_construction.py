@@ -241,7 +241,7 @@ def train(model):
 
 def limit(nbytes):
     now = 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1])
-    resource.setrlimit(resource.RLIMIT_DATA, (now + nbytes, now + nbytes))
+    resource.setrlimit(resource.RLIMIT_DATA, (now + nbytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 with strategy.scope():
@@ -291,11 +291,12 @@ model = made()
 spread = [float(model[number].weight.detach().to_local().std()) for number in (0, LAYERS - 1)]
 largest = float(model[0].weight.detach().to_local().abs().max())
 nbytes = train(model)
-distnb.export_safetensors(model, folder / "exported")
+distnb.export_safetensors(model, folder / "exported", max_file_nbytes=50_000_000)
 path = distnb.Checkpoint(model=model).write(folder / "checkpoint")
 weight = model[3].weight.detach().to_local().clone()
 del model
 gc.collect()  # a sharded model is in reference cycles
+limit(300_000_000 + LAYERS * WIDTH * (WIDTH + 1) * 4)  # the mapped files count
 loaded = made()
 distnb.load_safetensors(loaded, folder / "exported")
 equal = [torch.equal(loaded[3].weight.detach().to_local(), weight)]
