@@ -94,7 +94,7 @@ test:
 	echo "checks: $$checks s, tests: $$SECONDS s"
 
 unit: check
-	$(PYTEST) tests/unit $(ARGS)
+	$(PYTEST) -m "not processes and not soak" $(ARGS)
 
 check: lint style imports types
 
@@ -111,7 +111,7 @@ types: $(VENV)/.made-test
 imports: $(VENV)/.made-test
 	$(BIN)/lint-imports
 
-# Each file's tests run in one worker, the longest folders first.
+# Each file's tests run in one worker, those that start processes first.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 tests: $(VENV)/.made-test $(VENV)/.made-keras-nightly

@@ -28,8 +28,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests import processes, warm_engines, warm_python
-from tests.kernel import Notebook, Shared
+from tests.support import processes, warm_engines, warm_python
+from tests.support.kernel import Notebook, Shared
 
 # -- a separate folder for the files of a run -------------------------------------------------------------------------
 
@@ -70,6 +70,12 @@ _KEPT = ("pytest-of-", "torchinductor_")  # pytest's tmp_path, and torch.compile
 def pytest_configure(config: pytest.Config) -> None:
     if "not soak" not in config.option.markexpr:
         warm_python.hash_seeds = 2
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the files that start processes first: they take longest, and workers would wait for a last one."""
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,7 +1,8 @@
 """The table of the functions of other libraries that distnb replaces for as long as a process lives.
 
 A room passes its replacement to `wrap` or to `replace`. Not in the table are replacements that end with a `with` block,
-those in a single object, such as a model or a shell, and the hooks of `sys`. `tests/unit/test_patches.py` lists them.
+those in a single object, such as a model or a shell, and the hooks of `sys`. `tests/core/house/test_patches.py` lists
+them.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _fold(states: bytes, replica_id: int) -> int:
 # `torch.manual_seed(1)` must restart the replica's stream even if the last seed was 1 and nothing was drawn since. But
 # the state is then equal to the earlier one. So the shared state carries a mark when it is written back, in a field
 # that seeding clears: the cached single-precision normal, which CPU kernels never use (they cache a double).
-# tests/unit/test_randomness.py checks that the mark changes no random number and that seeding clears it.
+# tests/core/runtime/test_randomness.py checks that the mark changes no random number and that seeding clears it.
 
 _MARKED = slice(-8, None)
 _MARK = torch.tensor([0, 0, 0, 63, 1, 0, 0, 0], dtype=torch.uint8, device="cpu")  # the float 0.5, and a flag: valid

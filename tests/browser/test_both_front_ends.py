@@ -9,9 +9,9 @@ import pytest
 
 from tests.browser.lab import OpenNotebook, Server
 from tests.browser.test_front_end import SETUP, data_of, text_of
-from tests.kernel import lines_of_each
+from tests.support.kernel import lines_of_each
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.browser, pytest.mark.timeout(240)]
 
 
 # In both, the same packages handle a reload, an interrupt and a restart in the page.

@@ -10,7 +10,7 @@ import pytest
 from tests.browser.lab import OpenNotebook, Server
 from tests.browser.test_front_end import data_of
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.browser, pytest.mark.timeout(240)]
 
 START = "%load_ext distnb\nimport distnb\n%distnb start --workers 2 --ps 2"
 DEFINE = """%%distribute parameter_server

@@ -8,7 +8,7 @@ import pytest
 
 from tests.browser.lab import OpenNotebook, Server
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.browser, pytest.mark.timeout(240)]
 
 STOPS = """%%distribute mirrored
 %matplotlib inline

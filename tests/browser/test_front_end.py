@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.browser.lab import OpenNotebook, Server
-from tests.kernel import lines_of_each
+from tests.support.kernel import lines_of_each
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.browser, pytest.mark.timeout(240)]
 
 SETUP = "%load_ext distnb\nfrom tests.browser import replay\nsession = replay.install(2)"
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.browser.lab import OpenNotebook, Server
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.processes, pytest.mark.browser, pytest.mark.timeout(150)]
 
 VALUES = """import torch, distnb
 tree = [{"weights": [torch.randn(100) + i, "text"], "image": torch.rand(3, 30, 40)} for i in range(2)]

@@ -11,7 +11,7 @@ import pytest
 from tests.browser.lab import ROOT, OpenNotebook, Server
 from tests.browser.test_debugging_in_a_page import ask
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.browser, pytest.mark.timeout(240)]
 
 BREAKS = """%%distribute mirrored
 def train_step(learning_rate):

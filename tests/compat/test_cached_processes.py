@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.compat.bound_classes import names_missing
-from tests.kernel import Notebook
+from tests.support.kernel import Notebook
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 SETUP = """
 import distnb, torch

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.keras_nightly import NIGHTLY, needs_nightly
-from tests.kernel import Notebook
-from tests.ranks import run_ranks
+from tests.support.keras_nightly import NIGHTLY, needs_nightly
+from tests.support.kernel import Notebook
+from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 PROGRAMS = Path(__file__).parent / "programs"
 REPLICAS = 2

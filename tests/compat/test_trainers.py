@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.compat.bound_classes import names_missing
-from tests.kernel import Notebook, lines_of_each
+from tests.support.kernel import Notebook, lines_of_each
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 SETUP = """
 import time, warnings

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 import pytest
 
 from tests.conformance.ways import TIME_LIMIT_S, Way, cases, cell_of, judge, named, outcome_of, prepare
-from tests.kernel import Notebook
-from tests.processes import OF_MODULE
+from tests.support.kernel import Notebook
+from tests.support.processes import OF_MODULE
 
-pytestmark = pytest.mark.timeout(TIME_LIMIT_S)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(TIME_LIMIT_S)]
 
 
 @pytest.fixture(scope="module")

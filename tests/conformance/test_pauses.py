@@ -14,10 +14,10 @@ import pytest
 
 from tests.conformance.program import SYNCHRONOUS, all_programs
 from tests.conformance.ways import TIME_LIMIT_S, Way, cell_of, judge, named, outcome_of, prepare
-from tests.kernel import Notebook
-from tests.processes import OF_MODULE
+from tests.support.kernel import Notebook
+from tests.support.processes import OF_MODULE
 
-pytestmark = pytest.mark.timeout(TIME_LIMIT_S)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(TIME_LIMIT_S)]
 PROGRAMS = [program for program in all_programs() if len(program.parts) == 3]
 DISTRIBUTED = ("mirrored", "multi_worker", "central_storage", "sharded")
 

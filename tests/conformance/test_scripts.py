@@ -10,7 +10,7 @@ import pytest
 
 from tests.conformance.ways import TIME_LIMIT_S, Way, cases, judge, named, run_scripts
 
-pytestmark = pytest.mark.timeout(TIME_LIMIT_S)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(TIME_LIMIT_S)]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import pytest
 from tests.conformance.plain import reference
 from tests.conformance.prelude import TEXT
 from tests.conformance.program import Program, all_programs
-from tests.kernel import Notebook
-from tests.ranks import run_ranks
-from tests.tasks import Tasks
+from tests.support.kernel import Notebook
+from tests.support.ranks import run_ranks
+from tests.support.tasks import Tasks
 
 TIME_LIMIT_S = 170.0
 

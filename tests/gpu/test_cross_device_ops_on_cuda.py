@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

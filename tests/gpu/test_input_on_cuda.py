@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distnb.input.distribute import distribute
 from distnb.options import InputOptions
 from distnb.topology import Device
-from tests.batches import split_batch
+from tests.support.batches import split_batch
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel import Notebook
+from tests.support.kernel import Notebook
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 EXERCISES = sorted((ROOT / "notebooks" / "exercises").glob("*.ipynb"))
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests.support import processes
+
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("**/*.ipynb"))

@@ -15,6 +15,8 @@ import pytest
 import distnb
 from tests.browser.lab import FLAGS, chromium
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 _FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
 

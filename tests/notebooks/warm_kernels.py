@@ -1,8 +1,8 @@
-"""A plugin for nbval's process: its kernels are forked from a process that has loaded torch (`tests.warm_engines`)."""
+"""A plugin for nbval's process: its kernels are forked from a process that has loaded torch (`tests.support.warm_engines`)."""
 
 from __future__ import annotations
 
-from tests import warm_engines
+from tests.support import warm_engines
 
 warm_engines.patch_kernels()
 

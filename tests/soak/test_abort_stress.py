@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.abort_stress import TRAFFIC, stress
 
+pytestmark = pytest.mark.processes
+
 ROUNDS = {2: 4, 4: 2}
 _LIMIT_S = 15.0  # the benchmark measures the time; this test only requires an end
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from tests.multiprocess.sessions import run_cell, started
+from tests.support.sessions import run_cell, started
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(2400)]
 
 _ROUNDS = int(os.environ.get("DISTNB_TEST_ROUNDS", 300))
 _CELL = """

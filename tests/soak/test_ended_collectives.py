@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.collective_traffic import STEPS, preparation
-from tests.kernel import Notebook, Ran
+from tests.support.collective_traffic import STEPS, preparation
+from tests.support.kernel import Notebook, Ran
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(2400)]
 
 _ROUNDS = 5  # of each step: more than 200 interrupts, and as many errors
 _LIMIT_S = 60.0

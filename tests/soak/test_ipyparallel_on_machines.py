@@ -13,11 +13,11 @@ from pathlib import Path
 import ipyparallel
 import pytest
 
-from tests import processes
-from tests.kernel import Notebook, lines_of_each
-from tests.machines import Machines, machines
+from tests.support import processes
+from tests.support.kernel import Notebook, lines_of_each
+from tests.support.machines import Machines, machines
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(170)]
 
 _SUM = """%%distribute mirrored
 import socket

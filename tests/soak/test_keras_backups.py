@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
 
 ENVIRONMENT = {"KERAS_BACKEND": "torch"}
 PROGRAM = """
@@ -15,7 +17,7 @@ import os, signal, sys
 from pathlib import Path
 import distnb, keras
 from distnb.keras import backups
-from tests.multiprocess.keras_cases import X, Y, LOGITS, mlp
+from tests.keras.keras_cases import X, Y, LOGITS, mlp
 strategy = distnb.MirroredStrategy()
 lines, files = 0, {{backups.__file__, sys.modules["keras.src.callbacks.backup_and_restore"].__file__}}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
 
 PROGRAM = """
 import numpy as np, keras, distnb

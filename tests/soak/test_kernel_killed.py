@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from tests import processes
-from tests.kernel import Notebook
+from tests.support import processes
+from tests.support.kernel import Notebook
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200), pytest.mark.soak]
 
 _MOMENTS = 20
 _STEPS = 150

@@ -10,16 +10,16 @@ import time
 
 import pytest
 
-from tests import processes
+from tests.support import processes
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.soak]
 
 _ROUNDS = 40
 _WITHIN_S = 15.0  # 10 s are promised, but this machine is busy
 
 
 def _notebook() -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.multiprocess.notebook_process", "2", "wait"]
+    command = [sys.executable, "-m", "tests.support.notebook_process", "2", "wait"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.multiprocess.test_never_hang import *  # noqa: F403
-from tests.multiprocess.test_never_hang import notebook, notebooks  # noqa: F401
+from tests.core.notebook.test_never_hang import *  # noqa: F403
+from tests.core.notebook.test_never_hang import notebook, notebooks  # noqa: F401
 
-pytestmark = [pytest.mark.timeout(170), pytest.mark.soak]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(170), pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel import Shared
+from tests.support.kernel import Shared
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.processes, pytest.mark.soak]
 
 
 def test_the_shared_notebook_is_cleared_and_a_broken_one_is_replaced(tmp_path: Path) -> None:

@@ -190,9 +190,8 @@ class Describer:
         if known.digest is not None:
             return known._replace(identity=identity, summary=summary)
         divided = together and is_divided(value)
-        # The pickle of a Keras object is an archive, which takes long to write and refers to no other object. Keras
-        # would gather shards for it, too, and replicas may survey different objects.
-        unread = wrapped or ((divided or not compared) and is_archived(type(value)))
+        # Keras would gather the shards of its objects for their pickles, and replicas may survey different objects.
+        unread = wrapped or (divided and is_archived(type(value)))
         survey = None if unread else ContentSurveyor(self._objects, value, tensors=compared)
         digest = survey.digest_of_root() if survey is not None else None
         return Described(
