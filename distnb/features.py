@@ -18,7 +18,7 @@ from typing import Any
 
 from distnb.errors import MissingFeatureError
 
-__all__ = ["add", "every", "find", "missing", "require"]
+__all__ = ["add", "check", "every", "find", "missing", "require"]
 
 _places: dict[str, dict[str, str]] = {}
 
@@ -46,10 +46,14 @@ def require(point: str, name: str) -> Any:
     Raises:
         MissingFeatureError: No feature has added it.
     """
-    found = find(point, name)
-    if found is None:
+    check(point, name)
+    return find(point, name)
+
+
+def check(point: str, name: str) -> None:
+    """Raise MissingFeatureError if no feature has added an object under this name. Nothing else is loaded."""
+    if name not in _added(point):
         raise missing(f"{name} ({point})")
-    return found
 
 
 def every(point: str) -> list[Any]:

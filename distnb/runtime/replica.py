@@ -50,7 +50,6 @@ from distnb.variables.variable import SyncOnReadVariable, Variable, component_of
 
 if TYPE_CHECKING:
     from distnb.runtime.spmd import SpmdProcess
-    from distnb.sharded.sharded_modules import ShardedModules
 
 __all__ = ["Spmd"]
 
@@ -197,14 +196,6 @@ class Spmd:
     def settle(self) -> None:
         """Prepare for other replicas. All current replicas call this."""
         self.take_made()
-
-    @property
-    def sharded_modules(self) -> ShardedModules | None:
-        """The sharded modules of a ShardedStrategy."""
-        return None
-
-    def follow_loading(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare an optimizer that was copied from another replica for loading its state."""
 
     def before_optimizer(self) -> None:
         """Prepare for an optimizer of modules that the current scope may have made, on all replicas."""

@@ -28,6 +28,7 @@ from distnb.sharded.making.lost_values import any_lost, lose
 from distnb.sharded.meshes import note_mesh, strategy_of
 from distnb.sharded.parts import fill_part
 from distnb.sharded.plain_modules import plain_attributes
+from distnb.sharded.sharded_replica import ShardedSpmd
 
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
@@ -185,17 +186,20 @@ class _Holding(NamedTuple):
 
 
 def divide(
-    process: SpmdProcess, parts: Mapping[str, Any], gathered: Gathered, resolve: Callable[[StrategySpec], Any]
+    process: SpmdProcess,
+    parts: Mapping[str, Any],
+    gathered: Gathered | None,
+    resolve: Callable[[StrategySpec], Any],
 ) -> None:
     """Divide objects again, over the current replicas. All of them call this.
 
     Args:
         process: This replica.
         parts: The objects, by names that are equal on all replicas.
-        gathered: The result of `gather` on the replica that stays.
+        gathered: The result of `gather` on this replica; None on a new one.
         resolve: Returns the strategy that a spec describes.
     """
-    group = process.group
+    group, gathered = process.group, gathered or {}
     found = _tensors(parts)
     held: list[_Holding] = group.all_gather_object(_holding(process, parts, found, gathered))
     sources = [rank for rank, each in enumerate(held) if any(facts.is_gathered for facts in each.tensors.values())]
@@ -210,9 +214,8 @@ def divide(
         if common.issuperset(inner):
             root = parts[name].get_submodule(path.removesuffix("."))
             roots.append((root, _modules(process, resolve, spec)))
-    for runtime in map(process.runtime_of, process.strategies):
-        if runtime.sharded_modules is not None:
-            runtime.sharded_modules.forget_mesh()  # a replica that was replaced has none
+    for runtime in _runtimes(process):
+        runtime.sharded_modules.forget_mesh()  # a replica that was replaced has none
     for root, modules in roots:
         modules.release(root)
     known: set[int] = set()
@@ -230,12 +233,17 @@ def divide(
             tensor.grad = _part(group, modules, facts, gathered.get((*place, _GRADIENT)), source)
     for root, modules in roots:
         modules.shard_again(root)
-    for runtime in map(process.runtime_of, process.strategies):
+    for runtime in _runtimes(process):
         for part in parts.values():
             if isinstance(part, torch.optim.Optimizer):
                 runtime.follow_loading(part)
-        if runtime.sharded_modules is not None:
-            runtime.sharded_modules.note_writes()
+        runtime.sharded_modules.note_writes()
+
+
+def _runtimes(process: SpmdProcess) -> list[ShardedSpmd]:
+    """Return the runtimes of this replica's sharded strategies."""
+    found = map(process.runtime_of, process.strategies)
+    return [runtime for runtime in found if isinstance(runtime, ShardedSpmd)]
 
 
 def _holding(
@@ -247,10 +255,9 @@ def _holding(
             for path, module in part.named_modules():
                 places.setdefault(id(module), (name, f"{path}." if path else ""))
     models = [
-        (*places[id(model)], strategy.spec)
-        for strategy in process.strategies
-        if (modules := process.runtime_of(strategy).sharded_modules) is not None
-        for model in modules.models
+        (*places[id(model)], runtime.spec)
+        for runtime in _runtimes(process)
+        for model in runtime.sharded_modules.models
         if id(model) in places
     ]
     tensors = {
@@ -270,9 +277,9 @@ def _holding(
 
 
 def _modules(process: SpmdProcess, resolve: Callable[[StrategySpec], Any], spec: StrategySpec) -> ShardedModules:
-    modules: ShardedModules | None = process.runtime_of(resolve(spec)).sharded_modules
-    assert modules is not None, "only a ShardedStrategy divides tensors"
-    return modules
+    runtime = process.runtime_of(resolve(spec))
+    assert isinstance(runtime, ShardedSpmd), "only a ShardedStrategy divides tensors"
+    return runtime.sharded_modules
 
 
 def _part(

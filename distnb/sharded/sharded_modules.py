@@ -36,9 +36,9 @@ from distnb.sharded.meshes import note_mesh
 from distnb.sharded.parts import fill_part, is_whole, local_part, part_of
 from distnb.sharded.passes import ShardedPasses
 from distnb.sharded.plain_modules import release
-from distnb.sharded.sharding_options import MIN_SIZE, Precision, UnitPredicate
 from distnb.sharded.units import forward_roots, split_by_dtype, units_of
 from distnb.sharded.whole_copies import copy_module, holds_shards
+from distnb.strategies.sharded import MIN_SIZE, Precision, UnitPredicate
 from distnb.variables.variable import Variable
 
 if TYPE_CHECKING:

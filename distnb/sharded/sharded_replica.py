@@ -16,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distnb.accelerators import torch_device
 from distnb.collectives.verify import callsite
 from distnb.errors import ContextError, OptionError
+from distnb.options import StrategySpec
 from distnb.runtime import contexts
 from distnb.runtime.base import Owner
 from distnb.runtime.replica import Spmd
 from distnb.runtime.scopes import foreign_libraries
-from distnb.runtime.scopes.mirrored_objects import register_divided
 from distnb.runtime.scopes.registration import ParameterKey, Registration
 from distnb.sharded import library_hooks, pretrained_models
 from distnb.sharded.making.construction import Construction, in_constructor
@@ -28,8 +28,8 @@ from distnb.sharded.making.lost_values import require_values
 from distnb.sharded.parts import is_whole, part_of
 from distnb.sharded.passes import ShardedPasses
 from distnb.sharded.sharded_modules import ShardedModules
-from distnb.sharded.sharding_options import not_elementwise
-from distnb.sharded.whole_copies import holds_shards, whole_copies
+from distnb.sharded.whole_copies import holds_shards
+from distnb.strategies.sharded import not_elementwise
 from distnb.variables.elementwise import is_elementwise
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ class ShardedSpmd(Spmd):
         self._sharded: ShardedModules
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # see `follow_loading`
         super().__init__(process, strategy)
-        register_divided(holds_shards, whole_copies)
         register_optimizer_step_pre_hook(self._before_step)
         library_hooks.install(self)
 
@@ -130,6 +129,11 @@ class ShardedSpmd(Spmd):
                 "which some replicas have taken and others have not. Restore a checkpoint "
                 "(distnb.Checkpoint(...).restore(path)), or make the model again in the scope."
             )
+
+    @property
+    def spec(self) -> StrategySpec:
+        """The description of the strategy."""
+        return self._strategy.spec
 
     @property
     def sharded_modules(self) -> ShardedModules:

@@ -9,7 +9,7 @@ import torch
 from distnb.errors import ContextError, OptionError
 from distnb.runtime.reduction.reducing import broadcastable_weight
 from distnb.runtime.replica_context import ReplicaContext
-from distnb.runtime.scopes.mirrored_objects import is_divided
+from distnb.runtime.scopes.divided_objects import is_divided
 from distnb.strategies.context import get_replica_context, get_strategy
 from distnb.values import DistributedValues
 

@@ -21,7 +21,8 @@ from distnb.objects.digesting import Digests
 from distnb.objects.keras_archives import is_archived
 from distnb.objects.memory.blocks import dense_tensor, is_stored
 from distnb.objects.plain import SCALARS, is_importable, is_plain
-from distnb.runtime.scopes.mirrored_objects import is_apart, is_divided, is_mirrored, is_read_together, read_together
+from distnb.runtime.scopes.divided_objects import is_divided
+from distnb.runtime.scopes.mirrored_objects import is_apart, is_mirrored, is_read_together, read_together
 from distnb.values import DistributedValues, structure
 from distnb.wire.exchange import RETURNED, Described, Leaf, Summary, leaf_name
 from distnb.wire.messages import ObjectId

@@ -205,7 +205,7 @@ class EngineNamespace:
         """Note the state of the namespace just before a program runs."""
         assert self._snapshot is not None
         snapshot, self._snapshot = self._snapshot, None
-        self.teams.of(snapshot.team).gathered = {}  # a change of the engines was given up, and the program may train
+        self.teams.of(snapshot.team).gathered = []  # a change of the engines was given up, and the program may train
         if self._environment is None:
             self._environment = capture_environment()
         return Mark(dict(self.user_ns), snapshot, self._environment)

@@ -141,7 +141,7 @@ class EngineObjects:
         replica: This engine's replica number.
         tracker: The notebook's objects.
         owned: Objects behind handles, by id.
-        gathered: The whole tensors that this replica has gathered of shards, until they are divided again.
+        gathered: The content of divided objects that this replica has gathered, until they are divided again.
         take_over: Adds the parts of replicas that leave to this replica's, when the team is renamed.
         plain: Immutable values and engine objects, by the names that the notebook binds to them.
     """
@@ -154,7 +154,7 @@ class EngineObjects:
         self.owned: dict[ObjectId, Any] = {}
         self.plain: dict[str, Any] = {}
         self.take_over: Callable[[], None] | None = None
-        self.gathered: dict[Any, torch.Tensor] = {}
+        self.gathered: list[Any] = []
         self._ids: dict[int, list[ObjectId]] = {}  # each object's ids in the order in which it got them, by `id()`
         self._containers: set[int] = set()  # the plain containers among them, by `id()`
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +21,14 @@ from distnb.runtime import randomness, spmd
 from distnb.runtime.consistency import sync_check
 from distnb.runtime.inspection.holdings import holdings_of
 from distnb.runtime.inspection.inspecting import inspect
-from distnb.runtime.scopes.mirrored_objects import is_divided, read_together
+from distnb.runtime.scopes.divided_objects import (
+    divide_again,
+    gather_for_others,
+    is_divided,
+    is_movable,
+    sent_to_others,
+)
+from distnb.runtime.scopes.mirrored_objects import read_together
 from distnb.runtime.scopes.replica_parts import hand_over, is_part
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import resolve
@@ -206,27 +212,14 @@ def _export(
         for place, identity in enumerate(wanted)
     }
     divided = [part for within in parts.values() for _, part in within if is_divided(part)]
-    with sent_to_new_replicas(), _shards_sent(divided):
+    with sent_to_new_replicas(), sent_to_others(divided):
         pack = namespace.teams.copies().pack_loose(values, apart=True)
     return pack, tuple(wanted), randomness.captured(), bool(divided)
 
 
-def _shards_sent(divided: list[Any]) -> AbstractContextManager[None]:
-    if not divided:
-        return nullcontext()
-    from distnb.sharded import resharding  # loads FSDP
-
-    return resharding.sent(divided)
-
-
 def _has_fixed_shards(parts: list[tuple[str, Any]]) -> bool:
     """Return whether the common parts of an object include shards that cannot be divided over other replicas."""
-    divided = [part for _, part in parts if is_divided(part)]
-    if not divided:
-        return False
-    from distnb.sharded import resharding  # loads FSDP
-
-    return not all(map(resharding.is_movable, divided))
+    return not all(is_movable(part) for _, part in parts)
 
 
 def _deal_again(objects: EngineObjects) -> None:
@@ -264,10 +257,8 @@ def _settle(namespace: EngineNamespace, settlement: Settlement) -> tuple[tuple[O
     divided = _divided_in(objects)
     has_shards = any(process.group.all_gather_object(bool(divided)))
     if has_shards:
-        from distnb.sharded import resharding  # loads FSDP
-
         heir = min(rank for rank in range(process.size) if rank not in settlement.leaving)
-        objects.gathered = resharding.gather(process.group, divided, heir)
+        objects.gathered = gather_for_others(process.group, divided, heir)
     return tuple(common), has_shards
 
 
@@ -284,13 +275,11 @@ def _divided_in(objects: EngineObjects) -> dict[str, Any]:
 
 def _divide(namespace: EngineNamespace, team: TeamKey) -> None:
     """Divide shards over the replicas of a team that has changed. All replicas call this."""
-    from distnb.sharded import resharding  # loads FSDP
-
     process = this_process.replica
     assert process is not None, "an engine runs this as a replica"
     objects = namespace.teams.of(team)
-    gathered, objects.gathered = objects.gathered, {}
-    resharding.divide(process, _divided_in(objects), gathered, resolve)
+    gathered, objects.gathered = objects.gathered, []
+    divide_again(process, _divided_in(objects), gathered, resolve)
 
 
 def _import(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> ObjectId | None:

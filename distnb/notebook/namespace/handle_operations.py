@@ -279,7 +279,7 @@ class HandleOperations:
         Returns:
             Handles of whole copies, which share what the objects share, by the `id()` of the objects' handles.
         """
-        from distnb.runtime.scopes.mirrored_objects import gather_divided  # loads torch
+        from distnb.runtime.scopes.divided_objects import gather_divided  # loads torch
 
         divided = [handle for handle in handles if state_of_handle(handle).divided]
         if not divided:

@@ -2,61 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from distnb.collectives.gradients import parameter_groups
 from distnb.options import VariableAggregation
 from distnb.runtime.scopes import foreign_libraries, metric_binding
+from distnb.runtime.scopes.divided_objects import gather_divided, is_divided
 from distnb.runtime.scopes.registration import parameters_of
 from distnb.runtime.this_process import this_process
 from distnb.variables.variable import SyncOnReadVariable
 
 __all__ = [
     "is_apart",
-    "gather_divided",
-    "is_divided",
     "is_metric",
     "is_mirrored",
     "is_read_together",
     "read_together",
-    "register_divided",
 ]
-
-
-class _Divided(NamedTuple):
-    """A kind of objects that are divided over the replicas.
-
-    Attributes:
-        covers: Returns whether an object is of this kind.
-        whole: Returns whole copies of objects, which share what the objects share. All replicas call this, and
-            replica 0 gets the content.
-    """
-
-    covers: Callable[[Any], bool]
-    whole: Callable[..., list[Any]]
-
-
-_divided: list[_Divided] = []
-
-
-def register_divided(covers: Callable[[Any], bool], whole: Callable[..., list[Any]]) -> None:
-    """Register a kind of objects that are divided over the replicas: see `_Divided`. Idempotent."""
-    kind = _Divided(covers, whole)
-    if kind not in _divided:
-        _divided.append(kind)
-
-
-def gather_divided(*values: Any) -> list[Any]:
-    """Return whole copies of divided objects of one kind. All replicas must call this function."""
-    return next(kind for kind in _divided if kind.covers(values[0])).whole(*values)
-
-
-def is_divided(value: Any) -> bool:
-    """Return whether each replica holds a shard of an object, or of the parameters of a module or an optimizer."""
-    return any(kind.covers(value) for kind in _divided)
 
 
 def is_mirrored(value: Any) -> bool:

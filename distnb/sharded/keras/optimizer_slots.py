@@ -12,7 +12,7 @@ from distnb.compat import patches
 from distnb.keras import keras_internals
 from distnb.runtime import contexts
 from distnb.runtime.this_process import this_process
-from distnb.sharded.sharding_options import not_elementwise
+from distnb.strategies.sharded import not_elementwise
 from distnb.variables.elementwise import is_elementwise
 
 __all__ = ["install"]

@@ -50,6 +50,7 @@ else:
 
 USES = {
     "detached": "distnb.start(1, detach=True)",
+    "sharded": "distnb.ShardedStrategy(['cpu:0', 'cpu:1'])",
 }
 """The use of a feature that its absence refuses, as one statement."""
 
@@ -68,3 +69,7 @@ def run_without(features: list[str], code: str) -> str:
 def test_the_core_loads_without_a_feature_whose_use_is_refused(feature: str) -> None:
     refusal = run_without([feature], LOAD + USE.format(use=USES[feature]))
     assert "belongs to a feature that this installation of distnb lacks" in refusal
+
+
+def test_the_core_loads_without_any_of_these_features() -> None:
+    run_without([*USES], LOAD)
