@@ -18,7 +18,7 @@ from typing import Any
 
 from distnb.errors import MissingFeatureError
 
-__all__ = ["add", "check", "every", "find", "missing", "require"]
+__all__ = ["add", "check", "every", "find", "missing", "names", "require"]
 
 _places: dict[str, dict[str, str]] = {}
 
@@ -67,6 +67,11 @@ def missing(what: str) -> MissingFeatureError:
         f"{what} belongs to a feature that this installation of distnb lacks. Install distnb again: "
         "pip install --force-reinstall --no-deps distnb."
     )
+
+
+def names(point: str) -> tuple[str, ...]:
+    """Return the names under which features added objects to an extension point. Loads none of the objects."""
+    return tuple(_added(point))
 
 
 def _added(point: str) -> dict[str, str]:

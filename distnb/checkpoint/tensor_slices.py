@@ -14,7 +14,7 @@ import torch
 from distnb.checkpoint.stored_tensors import StoredTensor, whole
 from distnb.compat import torch_internals
 from distnb.errors import OptionError
-from distnb.sharded.making.lost_values import require_values
+from distnb.runtime.scopes.divided_objects import require_values
 
 __all__ = ["TensorSlice", "is_sharded", "read_like", "reshard", "slice_of"]
 

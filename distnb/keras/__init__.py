@@ -5,10 +5,10 @@ pass is divided: each replica computes its rows, and the outputs are gathered. A
 losses and metrics, of the whole batch. Nothing imports this package before Keras is imported.
 """
 
+from distnb.keras.callbacks.epoch_dots import EpochDots
+from distnb.keras.callbacks.tensorboard import TensorBoard
 from distnb.keras.data import DatasetCreator
-from distnb.keras.epoch_dots import EpochDots
 from distnb.keras.keras_internals import check_backend
-from distnb.keras.tensorboard import TensorBoard
 
 check_backend()
 

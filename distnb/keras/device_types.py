@@ -3,7 +3,6 @@
 import keras
 
 from distnb.runtime.inspection.device_objects import register_device_types
-from distnb.sharded.keras.whole_models import WholeArchive
 
 register_device_types(
     keras.Variable,
@@ -12,5 +11,4 @@ register_device_types(
     keras.metrics.Metric,
     keras.optimizers.Optimizer,
     keras.random.SeedGenerator,
-    WholeArchive,
 )

@@ -67,6 +67,7 @@ __all__ = [
     "set_mask",
     "statistics",
     "table_of",
+    "tracked_in",
     "tracked_tensors",
     "tensor_of",
     "track_again",
@@ -74,6 +75,7 @@ __all__ = [
     "with_layers",
     "with_mask_of",
     "without_missing",
+    "wrappers_in",
 ]
 
 Tracked = (TrackedList, TrackedDict)
@@ -283,3 +285,15 @@ def disable_ddp(model: Any) -> None:
     model._initialize_ddp = lambda: None
     if type(model).get_metrics_result is vars(own).get("get_metrics_result"):
         model.get_metrics_result = super(own, model).get_metrics_result
+
+
+def wrappers_in(layer: Any) -> list[Any]:
+    """Return the layers in a Keras layer that wrap torch modules, with the layer itself."""
+    found = [layer, *own_layers(layer)]
+    return [each for each in found if isinstance(each, keras.layers.TorchModuleWrapper)]
+
+
+def tracked_in(layer: Any) -> list[Any]:
+    """Return the layer and the layers in it whose variables' tensors are registered with torch."""
+    found = {id(each): each for each in (layer, *parts(layer))}
+    return [each for each in found.values() if is_tracked(each)]

@@ -16,8 +16,9 @@ from distnb.accelerators import torch_device
 from distnb.checkpoint.tensor_slices import is_sharded
 from distnb.errors import ContextError, OptionError
 from distnb.keras import keras_internals
-from distnb.keras.callbacks import ChiefCallbacks
+from distnb.keras.callbacks.chief_callbacks import ChiefCallbacks
 from distnb.keras.data import SameBatches, resolve_data
+from distnb.keras.model_state import buffers_in, share_state, state_of, whole_values
 from distnb.keras.shared_errors import raise_together
 from distnb.keras.steps.forward import SharedForward
 from distnb.runtime import contexts, randomness, step_count
@@ -25,8 +26,6 @@ from distnb.runtime.chief_work.chief_first import chief_first
 from distnb.runtime.reduction.equal_values import make_equal
 from distnb.runtime.this_process import this_process
 from distnb.servers.keras.parameter_servers import ModelOnServers
-from distnb.sharded.keras.torch_layers import buffers_in
-from distnb.sharded.keras.whole_models import share_state, state_of, whole_values
 
 __all__ = ["adopt", "optimizer_tensors", "parts"]
 

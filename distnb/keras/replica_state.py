@@ -17,19 +17,18 @@ from typing import Any
 import keras
 import torch
 
+from distnb import features
 from distnb.checkpoint.tensor_slices import is_sharded
 from distnb.collectives.digests import digest
 from distnb.compat import patches
 from distnb.errors import ContextError, OptionError
 from distnb.keras import keras_internals, scope_checks
+from distnb.keras.model_state import fill
 from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.runtime import contexts
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.scopes.metric_binding import without_rows
 from distnb.runtime.this_process import this_process
-from distnb.sharded.keras import optimizer_slots
-from distnb.sharded.keras.torch_layers import modules_in, put_parameters
-from distnb.sharded.keras.whole_models import fill, shards_in, whole_copy
 from distnb.values.structure import has_distributed, select
 from distnb.variables.settings import Settings
 from distnb.variables.variable import SyncOnReadVariable, Variable, component_of, create, make
@@ -38,13 +37,9 @@ __all__ = [
     "bind",
     "install",
     "mark_own",
-    "modules_in",
-    "put_parameters",
     "restore",
-    "shards_in",
     "tensors_in",
     "variable_in",
-    "whole_copy",
 ]
 
 
@@ -61,7 +56,8 @@ def install() -> None:
     patches.wrap("keras:Variable.value", _value_of)
     patches.wrap("keras.metrics:Metric.__init__", _init_metric)
     scope_checks.install()
-    optimizer_slots.install()
+    if install_shards := features.find("shards in Keras", "optimizers"):
+        install_shards()
 
 
 def _making_strategy() -> Any:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from distnb.compat import torch_internals
 from distnb.options import StrategySpec
-from distnb.runtime.scopes import foreign_libraries
+from distnb.sharded import library_objects
 from distnb.sharded.making.initial_values import receive_whole
 from distnb.sharded.making.lost_values import any_lost, lose
 from distnb.sharded.meshes import note_mesh, strategy_of
@@ -50,7 +50,7 @@ _OWN_ATTRIBUTES = "_distnb_"
 
 def is_movable(value: Any) -> bool:
     """Return whether an object of which this replica holds shards can be divided again."""
-    return not foreign_libraries.shards_in(value)
+    return not library_objects.shards_in(value)
 
 
 def gather(group: Group, parts: Mapping[str, Any], heir: int) -> Gathered:

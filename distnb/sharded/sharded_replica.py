@@ -22,7 +22,7 @@ from distnb.runtime.base import Owner
 from distnb.runtime.replica import Spmd
 from distnb.runtime.scopes import foreign_libraries
 from distnb.runtime.scopes.registration import ParameterKey, Registration
-from distnb.sharded import library_hooks, pretrained_models
+from distnb.sharded import library_hooks, library_objects, pretrained_models
 from distnb.sharded.making.construction import Construction, in_constructor
 from distnb.sharded.making.lost_values import require_values
 from distnb.sharded.parts import is_whole, part_of
@@ -49,7 +49,7 @@ class _ShardedRegistration(Registration):
     def _prepare(self, roots: Sequence[torch.nn.Module]) -> None:
         foreign_libraries.prepare()  # the scope may have imported a library
         pretrained_models.install()
-        found = [(root, foreign_libraries.modules_in(root)) for root in roots]
+        found = [(root, library_objects.modules_in(root)) for root in roots]
         self.sharded.shard([root for root, wrapped in found if wrapped is None])
         layers = [(root, wrapped) for root, wrapped in found if wrapped is not None]
         if layers and self.strategy.spec.option("offload"):
@@ -59,7 +59,7 @@ class _ShardedRegistration(Registration):
             )
         self.sharded.shard([module for _, wrapped in layers for module in wrapped], of_larger=True)
         for layer, _ in layers:
-            foreign_libraries.put_parameters(layer, self.sharded.current)
+            library_objects.put_parameters(layer, self.sharded.current)
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         return super()._is_new(tensor) and not self.sharded.divides(tensor)

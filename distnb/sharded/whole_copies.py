@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from distnb.accelerators import device_memory
 from distnb.compat import torch_internals
-from distnb.runtime.scopes import foreign_libraries
 from distnb.runtime.this_process import this_process
+from distnb.sharded import library_objects
 from distnb.sharded.making.lost_values import lost_error, require_values
 from distnb.sharded.meshes import strategy_of
 from distnb.sharded.plain_modules import plain_attributes
@@ -31,7 +31,7 @@ def holds_shards(value: Any) -> bool:
 
     A program's own DTensors, on a mesh of its own, do not count.
     """
-    tensors = [*(foreign_libraries.shards_in(value) or _tensors(value))]
+    tensors = [*(library_objects.shards_in(value) or _tensors(value))]
     return any(strategy_of(each) is not None for each in tensors)
 
 
@@ -51,7 +51,7 @@ def whole_copies(*values: Any, gradients: bool = True) -> list[Any]:
     keeps = process is None or process.rank == 0
     memo: dict[int, Any] = {}
     for value in values:
-        copied = foreign_libraries.whole_copy(value)
+        copied = library_objects.whole_copy(value)
         if copied is not None:
             memo[id(value)] = copied
             continue

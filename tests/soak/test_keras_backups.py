@@ -16,7 +16,7 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 import distnb, keras
-from distnb.keras import backups
+from distnb.keras.callbacks import backups
 from tests.keras.keras_cases import X, Y, LOGITS, mlp
 strategy = distnb.MirroredStrategy()
 lines, files = 0, {{backups.__file__, sys.modules["keras.src.callbacks.backup_and_restore"].__file__}}

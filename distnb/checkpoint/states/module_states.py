@@ -10,7 +10,6 @@ import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from distnb.checkpoint.states import keras_states
 from distnb.checkpoint.states.base import Kind, TensorOutline, described, listed, misfit_of_tensor
 from distnb.checkpoint.stored_tensors import whole
 from distnb.checkpoint.tensor_slices import is_sharded, read_like, reshard
@@ -32,7 +31,7 @@ class TorchModules(Kind):
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, Mapping):
             return [f"{name}: the checkpoint has {described(saved)}, but the object is a module."]
-        if keras_states.is_state_of_keras(saved):
+        if isinstance(saved.get("weights"), list):
             return [f"{name}: the checkpoint has a model of Keras, but the object is a {type(value).__name__}."]
         if self.may_fail(value):
             return []

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from distnb.checkpoint.joint_saving import JointSave
 from distnb.checkpoint.states.base import Kind, copied, described, listed, outline
 from distnb.checkpoint.states.dataset_states import Datasets
-from distnb.checkpoint.states.keras_states import KerasObjects
 from distnb.checkpoint.states.metric_states import Metrics
 from distnb.checkpoint.states.module_states import TorchModules
 from distnb.checkpoint.states.optimizer_states import Optimizers
@@ -22,6 +21,7 @@ from distnb.checkpoint.states.other_states import OtherObjects, has_state
 from distnb.checkpoint.states.tensor_states import Tensors
 from distnb.checkpoint.tensor_slices import slice_of
 from distnb.errors import CheckpointError, CheckpointMismatchError, OptionError
+from distnb.runtime.scopes import foreign_libraries
 from distnb.values import DistributedValues, Mirrored
 from distnb.values.structure import flatten, map_structure
 
@@ -67,20 +67,14 @@ class _Handles(Kind):
         return bool(on_replicas(holds_shards, value))
 
 
-_KINDS: tuple[Kind, ...] = (
-    _Handles(),
-    Datasets(),
-    KerasObjects(),
-    Metrics(),
-    TorchModules(),
-    Optimizers(),
-    Tensors(),
-    OtherObjects(),
-)
+_FIRST: tuple[Kind, ...] = (_Handles(), Datasets())
+_LAST: tuple[Kind, ...] = (Metrics(), TorchModules(), Optimizers(), Tensors(), OtherObjects())
 
 
 def _kind_of(value: Any) -> Kind | None:
-    return next((kind for kind in _KINDS if kind.covers(value)), None)
+    """Return the kind of an object. Features add kinds for other libraries ("kinds of states", by the library)."""
+    kinds = (*_FIRST, *foreign_libraries.supports("kinds of states"), *_LAST)
+    return next((kind for kind in kinds if kind.covers(value)), None)
 
 
 def _kind(value: Any, name: str) -> Kind:

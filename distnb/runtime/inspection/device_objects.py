@@ -6,9 +6,6 @@ A room whose objects belong to devices registers their classes. A library's clas
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import sys
 import weakref
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from distnb.objects.world_bound import is_world_bound
+from distnb.runtime.scopes.foreign_libraries import supports
 from distnb.values import DistributedValues
 
 __all__ = ["is_device_object", "register_device_types"]
@@ -34,9 +32,6 @@ _types: list[type] = [
 if torch.distributed.is_available():
     _types.append(torch.distributed.ProcessGroup)
 
-_LIBRARIES = {"keras": "distnb.keras.device_types"}
-"""The modules that register the classes of other libraries, by the library."""
-
 _DATASETS = "distnb.input."
 _verdicts: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
@@ -52,9 +47,7 @@ def is_device_object(obj: Any) -> bool:
     kind = type(obj)
     verdict = _verdicts.get(kind)
     if verdict is None:
-        for library in [name for name in _LIBRARIES if name in sys.modules]:
-            with contextlib.suppress(ImportError):  # a version of the library that distnb does not know
-                importlib.import_module(_LIBRARIES.pop(library))
+        supports("device types")  # loads the modules that register the classes of other libraries
         known = issubclass(kind, tuple(_types)) or kind.__module__.startswith(_DATASETS)
         verdict = _verdicts[kind] = known or is_world_bound(kind)
     return verdict or (kind is torch.Generator and obj.device.type != "cpu")

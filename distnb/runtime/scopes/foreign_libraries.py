@@ -1,45 +1,65 @@
-"""Support for objects of other libraries on replicas. distnb's modules for a library are loaded when it is used."""
+"""Support for objects of other libraries on replicas. distnb's modules for a library are loaded when it is used.
+
+A feature adds a module to the extension point "libraries on replicas", under the library's name. The module prepares
+the library (`install`), and knows its objects (`variable_in`, `tensors_in`, `restore`).
+"""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-
+from distnb import features
 from distnb.compat import accelerate_internals, lightning_internals
 from distnb.variables.variable import Variable
 
 __all__ = [
     "begin_program",
     "computes_with_torch",
+    "is_prepared",
     "is_shared",
-    "modules_in",
     "prepare",
-    "put_parameters",
     "restore_shared",
-    "shards_in",
     "strategy_of_shared",
+    "supports",
     "tensors_in",
     "variable_in",
-    "whole_copy",
 ]
 
-_KEEPERS = {"keras": "distnb.keras.replica_state"}
 _prepared: dict[str, Any] = {}
 _STRATEGY = "_distnb_strategy"
 
 
 def prepare() -> None:
     """Prepare each loaded library for replicas: objects that it makes from now on are handled. Idempotent."""
-    for library in _KEEPERS.keys() - _prepared.keys():
-        loaded: Any = sys.modules.get(library)
-        if loaded is not None and computes_with_torch(loaded):
-            keeper: Any = importlib.import_module(_KEEPERS[library])
-            keeper.install()
-            _prepared[library] = keeper
+    for library in _loaded(name for name in features.names("libraries on replicas") if name not in _prepared):
+        keeper = features.find("libraries on replicas", library)
+        keeper.install()
+        _prepared[library] = keeper
+
+
+def is_prepared(library: str) -> bool:
+    """Return whether a library was prepared for replicas."""
+    return library in _prepared
+
+
+def supports(point: str) -> list[Any]:
+    """Return the objects at an extension point whose names are libraries, for the loaded libraries.
+
+    Libraries whose version distnb does not know are left out.
+    """
+    found = []
+    for library in _loaded(features.names(point)):
+        with contextlib.suppress(ImportError):
+            found.append(features.find(point, library))
+    return found
+
+
+def _loaded(libraries: Iterable[str]) -> list[str]:
+    """Return those libraries that are loaded and compute with torch."""
+    return [name for name in libraries if name in sys.modules and computes_with_torch(sys.modules[name])]
 
 
 def computes_with_torch(library: Any) -> bool:
@@ -89,41 +109,6 @@ def variable_in(value: Any) -> Variable | None:
 def tensors_in(value: Any) -> list[Any]:
     """Return the tensors of another library's variable or optimizer; an empty list for any other object."""
     return [tensor for keeper in _prepared.values() for tensor in keeper.tensors_in(value)]
-
-
-def modules_in(value: torch.nn.Module) -> list[torch.nn.Module] | None:
-    """Return the torch modules that a layer of another library wraps, or None for an ordinary torch module.
-
-    Raises:
-        ContextError: The layer has parameters outside them.
-    """
-    found = (keeper.modules_in(value) for keeper in _prepared.values())
-    return next((each for each in found if each is not None), None)
-
-
-def put_parameters(layer: torch.nn.Module, current: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace the parameters that a library keeps for the torch modules in its layer, after they were replaced there.
-
-    Args:
-        layer: The layer.
-        current: Returns the parameter in place of another one.
-    """
-    for keeper in _prepared.values():
-        keeper.put_parameters(layer, current)
-
-
-def shards_in(value: Any) -> list[torch.Tensor]:
-    """Return the sharded tensors in an object of another library; an empty list for any other object."""
-    return [tensor for keeper in _prepared.values() for tensor in keeper.shards_in(value)]
-
-
-def whole_copy(value: Any) -> Any:
-    """Return a copy of another library's object with whole tensors in place of shards, which can be pickled.
-
-    All replicas call this, and replica 0 gets the content. Return None for any other object.
-    """
-    copies = (keeper.whole_copy(value) for keeper in _prepared.values())
-    return next((each for each in copies if each is not None), None)
 
 
 def restore_shared(value: Any, strategy: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from distnb.errors import ContextError
 from distnb.keras import keras_internals
 
-__all__ = ["buffers_in", "modules_in", "put_parameters", "tracked_in", "wrappers_in"]
+__all__ = ["modules_in", "put_parameters"]
 
 
 def modules_in(value: Any) -> list[torch.nn.Module] | None:
@@ -30,7 +30,7 @@ def modules_in(value: Any) -> list[torch.nn.Module] | None:
     if not isinstance(value, keras.layers.Layer):
         _refuse_within(value)
         return None
-    wrappers = wrappers_in(value)
+    wrappers = keras_internals.wrappers_in(value)
     wrapped = {id(variable) for wrapper in wrappers for variable in wrapper.variables}
     own = next((each for each in value.weights if id(each) not in wrapped), None)
     if own is not None:
@@ -66,27 +66,6 @@ def _refuse_shared(layer: Any, modules: list[torch.nn.Module]) -> None:
                 )
 
 
-def wrappers_in(layer: Any) -> list[Any]:
-    """Return the layers in a Keras layer that wrap torch modules, with the layer itself."""
-    found = [layer, *keras_internals.own_layers(layer)]
-    return [each for each in found if isinstance(each, keras.layers.TorchModuleWrapper)]
-
-
-def buffers_in(layer: Any) -> list[torch.Tensor]:
-    """Return the buffers of the torch modules in a Keras layer that torch would save, such as running statistics."""
-    found: dict[int, torch.Tensor] = {}
-    for wrapper in wrappers_in(layer):
-        saved = wrapper.module.state_dict().keys()
-        found |= {id(buffer): buffer for name, buffer in wrapper.module.named_buffers() if name in saved}
-    return list(found.values())
-
-
-def tracked_in(layer: Any) -> list[Any]:
-    """Return the layer and the layers in it whose variables' tensors are registered with torch."""
-    found = {id(each): each for each in (layer, *keras_internals.parts(layer))}
-    return [each for each in found.values() if keras_internals.is_tracked(each)]
-
-
 def put_parameters(layer: Any, current: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace the parameters that Keras's variables hold.
 
@@ -94,7 +73,7 @@ def put_parameters(layer: Any, current: Callable[[torch.Tensor], torch.Tensor]) 
         layer: A Keras layer.
         current: Returns the parameter in place of another one.
     """
-    for wrapper in wrappers_in(layer):
+    for wrapper in keras_internals.wrappers_in(layer):
         for variable in wrapper.variables:
             keras_internals.put_tensor(variable, current(keras_internals.tensor_of(variable)))
-    keras_internals.track_again(tracked_in(layer))
+    keras_internals.track_again(keras_internals.tracked_in(layer))

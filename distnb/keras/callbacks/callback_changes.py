@@ -18,9 +18,9 @@ import torch
 from distnb.checkpoint.tensor_slices import is_sharded
 from distnb.errors import ContextError
 from distnb.keras import keras_internals
+from distnb.keras.model_state import State, fill, state_of
 from distnb.runtime import contexts
 from distnb.runtime.scopes.registration import Registration
-from distnb.sharded.keras.whole_models import State, fill, state_of
 
 __all__ = ["MIRRORED", "Changes", "ModelBefore", "make_changes", "parts_of"]
 

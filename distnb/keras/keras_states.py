@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import torch
 
 from distnb.checkpoint.states.base import Kind, described
 from distnb.checkpoint.stored_tensors import StoredTensor, whole
 from distnb.checkpoint.tensor_slices import is_sharded, read_like
 from distnb.errors import OptionError
+from distnb.keras.model_state import buffers_in
 from distnb.servers.variables.here import servers_here
 
-__all__ = ["KerasObjects", "is_state_of_keras"]
+__all__ = ["KERAS_OBJECTS"]
 
 _CLASS = "optimizer_class"
 _BUFFERS = "buffers"
 
 
-def is_state_of_keras(state: Any) -> bool:
-    """Return whether this is the state of a Keras model."""
-    return isinstance(state, Mapping) and isinstance(state.get("weights"), list)
-
-
-class KerasObjects(Kind):
-    """Keras's objects with variables. The state of a metric is that of all replicas together. Loads no Keras."""
+class _KerasObjects(Kind):
+    """Keras's objects with variables. The state of a metric is that of all replicas together."""
 
     def covers(self, value: Any) -> bool:
-        keras: Any = sys.modules.get("keras")
-        if keras is None:
-            return False
         trained = (keras.layers.Layer, keras.optimizers.Optimizer)
         return isinstance(value, (*trained, keras.metrics.Metric, keras.Variable, keras.random.SeedGenerator))
 
@@ -105,8 +98,9 @@ def _parts(value: Any) -> dict[str, Sequence[Any]]:
     if not hasattr(value, "weights"):
         # A seed generator has a single variable, and a variable is one itself.
         return {"variables": value.variables if hasattr(value, "variables") else [getattr(value, "state", value)]}
-    from distnb.sharded.keras.torch_layers import buffers_in  # loads Keras
-
     optimizer, buffers = getattr(value, "optimizer", None), buffers_in(value)
     further = {"optimizer": optimizer.variables if optimizer is not None else None, _BUFFERS: buffers or None}
     return {"weights": value.weights} | {part: each for part, each in further.items() if each is not None}
+
+
+KERAS_OBJECTS = _KerasObjects()

@@ -14,17 +14,17 @@ import torch
 from distnb.errors import CollectiveError, ContextError
 from distnb.input.progress import Progress
 from distnb.keras import keras_internals
-from distnb.keras.backups import Resuming
-from distnb.keras.callback_changes import MIRRORED, Changes, ModelBefore, make_changes
-from distnb.keras.callback_states import CallbackStates
+from distnb.keras.callbacks.backups import Resuming
+from distnb.keras.callbacks.callback_changes import MIRRORED, Changes, ModelBefore, make_changes
+from distnb.keras.callbacks.callback_states import CallbackStates
+from distnb.keras.callbacks.epoch_dots import EpochDots
+from distnb.keras.callbacks.tensorboard import TensorBoard
 from distnb.keras.data import SameBatches
-from distnb.keras.epoch_dots import EpochDots
+from distnb.keras.model_state import share_state, whole_values
 from distnb.keras.shared_errors import raise_together
-from distnb.keras.tensorboard import TensorBoard
 from distnb.runtime import contexts, randomness
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
-from distnb.sharded.keras.whole_models import share_state, whole_values
 from distnb.watching.live import live
 
 __all__ = ["ChiefCallbacks"]

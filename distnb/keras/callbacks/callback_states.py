@@ -16,7 +16,7 @@ import torch
 
 from distnb.collectives.group.interface import Group
 from distnb.keras import keras_internals
-from distnb.keras.callback_changes import parts_of
+from distnb.keras.callbacks.callback_changes import parts_of
 from distnb.runtime.reduction.gathering import broadcast_tree
 
 __all__ = ["CallbackStates"]

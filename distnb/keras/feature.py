@@ -1,0 +1,7 @@
+"""The extension points to which the support of Keras adds."""
+
+from distnb.features import add
+
+add("libraries on replicas", "keras", "distnb.keras.replica_state")
+add("device types", "keras", "distnb.keras.device_types")
+add("kinds of states", "keras", "distnb.keras.keras_states:KERAS_OBJECTS")
