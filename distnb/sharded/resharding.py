@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from distnb.compat import torch_internals
 from distnb.options import StrategySpec
-from distnb.sharded import library_objects
+from distnb.sharded.keras import library_objects
 from distnb.sharded.making.initial_values import receive_whole
 from distnb.sharded.making.lost_values import any_lost, lose
 from distnb.sharded.meshes import note_mesh, strategy_of

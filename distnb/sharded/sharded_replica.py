@@ -22,7 +22,8 @@ from distnb.runtime.base import Owner
 from distnb.runtime.replica import Spmd
 from distnb.runtime.scopes import foreign_libraries
 from distnb.runtime.scopes.registration import ParameterKey, Registration
-from distnb.sharded import library_hooks, library_objects, pretrained_models
+from distnb.sharded import library_hooks, pretrained_models
+from distnb.sharded.keras import library_objects
 from distnb.sharded.making.construction import Construction, in_constructor
 from distnb.sharded.making.lost_values import require_values
 from distnb.sharded.parts import is_whole, part_of

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from distnb.accelerators import device_memory
 from distnb.compat import torch_internals
 from distnb.runtime.this_process import this_process
-from distnb.sharded import library_objects
+from distnb.sharded.keras import library_objects
 from distnb.sharded.making.lost_values import lost_error, require_values
 from distnb.sharded.meshes import strategy_of
 from distnb.sharded.plain_modules import plain_attributes
