@@ -12,6 +12,7 @@ and the core calls `require("runtimes", "parameter_server")(strategy)`.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,16 @@ def _added(point: str) -> dict[str, str]:
 
 @cache
 def _load_features() -> None:
-    package = Path(__file__).parent
-    for folder in sorted(path.parent.name for path in package.glob("*/feature.py")):
-        name = f"distnb.{folder}"
+    for path in sorted(Path(__file__).parent.glob("*/feature.py")):
+        name = f"distnb.{path.parent.name}"
         try:
-            importlib.import_module(f"{name}.feature")
-        except ModuleNotFoundError as error:
-            if error.name not in (name, f"{name}.feature"):
-                raise
+            importlib.util.find_spec(name)  # does not import it: `distnb.keras` imports Keras, which may be missing
+        except ModuleNotFoundError:
+            continue
+        spec = importlib.util.spec_from_file_location(f"{name}.feature", path)
+        assert spec is not None
+        assert spec.loader is not None, "it has the suffix of Python's files"
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 @cache

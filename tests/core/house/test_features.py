@@ -57,7 +57,7 @@ USES = {
 
 def run_without(features: list[str], code: str) -> str:
     """Run code in a new interpreter that refuses features. Return its output."""
-    refused = ",".join(f"distnb.{each}" for each in features)
+    refused = ",".join(f"distnb.{each}" for each in features) or "none"
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT + code, refused], capture_output=True, text=True, timeout=120, check=False
     )
@@ -73,3 +73,7 @@ def test_the_core_loads_without_a_feature_whose_use_is_refused(feature: str) -> 
 
 def test_the_core_loads_without_any_of_these_features() -> None:
     run_without([*USES], LOAD)
+
+
+def test_the_register_loads_no_library() -> None:
+    run_without([], "from distnb import features\nfeatures.names('')\nassert not {'keras', 'torch'} & {*sys.modules}")
