@@ -26,7 +26,9 @@ __all__ = [
     "spared",
     "torch_frames",
     "traceback_of",
+    "users_folders",
     "with_frames",
+    "with_users_paths",
     "within",
 ]
 
@@ -34,6 +36,22 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The directory of distnb's own source files."""
+
+
+users_folders: dict[str, str] = {}
+"""The folders of this machine that have copies of the notebook's files, with their paths on the notebook's machine.
+
+Both end with a separator. Tracebacks show the paths on the notebook's machine."""
+
+
+def with_users_paths(text: str) -> str:
+    """Replace the paths of copied files in a text by the paths on the notebook's machine."""
+    home = os.path.expanduser("~") + os.sep
+    for folder, users in users_folders.items():
+        text = text.replace(folder, users)
+        if folder.startswith(home):  # IPython shortens these
+            text = text.replace(f"~{os.sep}{folder[len(home) :]}", users)
+    return text
 
 
 def _code_objects(*sources: object) -> Iterator[CodeType]:

@@ -73,6 +73,7 @@ class EnginePlan:
         address: The address at which the notebook listens for engines on other machines.
         hosts: The machine of each engine; empty for this machine.
         packages: The versions of the packages on each of these machines.
+        folders: The notebook's folders that are sent to these machines.
     """
 
     devices: tuple[Device, ...]
@@ -82,6 +83,7 @@ class EnginePlan:
     address: str = "127.0.0.1"
     hosts: tuple[str, ...] = ()
     packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()
 
     def launcher(self, connection: Connection) -> Launcher:
         """Return the launcher of a cluster with this connection."""

@@ -67,7 +67,7 @@ class StartOptions:
     name: str | None = None
     hours: float | None = None
     on_disconnect: str | None = None
-    sync: bool = False
+    sync: bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = False
     data_limit: int | str = DATA_LIMIT_NBYTES
     tasks: tuple[Task, ...] = field(init=False)
     data_limit_nbytes: int = field(init=False)

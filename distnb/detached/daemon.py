@@ -351,7 +351,7 @@ class Daemon:
             store=(self._store.host, self._store.port) if self._store is not None else None,
             data_limit_nbytes=options.data_limit_nbytes,
             packages=plan.packages,
-            sync=options.sync,
+            folders=plan.folders,
         )
         return self._facts
 

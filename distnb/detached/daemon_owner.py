@@ -34,7 +34,7 @@ class OwnedByDaemon(LastingOwner):
         self.keys = client.facts.keys
         self.store = client.facts.store
         self.hosts = client.facts.hosts
-        self.packages, self.sync = client.facts.packages, client.facts.sync
+        self.packages, self.folders = client.facts.packages, client.facts.folders
 
     def _listening(self) -> tuple[str | None, tuple[int, int] | None]:
         facts = self.client.facts

@@ -50,7 +50,7 @@ class DetachedCluster:
         store: The address of the rendezvous store, or None if the engines meet by files.
         data_limit_nbytes: The size above which data stays on the engines.
         packages: The versions of the packages on each machine.
-        sync: Whether the notebook's local modules are sent to the machines.
+        folders: The notebook's folders that are sent to the machines.
     """
 
     name: str
@@ -64,7 +64,7 @@ class DetachedCluster:
     store: tuple[str, int] | None
     data_limit_nbytes: int
     packages: Mapping[str, Mapping[str, str]]
-    sync: bool
+    folders: tuple[str, ...]
 
 
 class DaemonRequest(NamedTuple):

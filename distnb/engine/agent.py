@@ -47,7 +47,6 @@ from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
-from distnb.machines.modules.received_modules import received_modules
 from distnb.objects.code import spawned_processes
 from distnb.objects.packing import Packed
 from distnb.runtime import spmd, step_count
@@ -114,7 +113,6 @@ class Agent:
         self._failure: KeptFailure | None = None
         self._who, self._size = "", 1  # this replica's name in the latest program, and the number of its replicas
         place = str(torch_device(device))
-        received_modules.folder = Path(connection.directory, f"modules-{engine}")
         self._objects = ObjectsOfTeams(shell.user_ns, "cpu" if place.startswith("cpu") else place)
         self._namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
         context: zmq.Context[Any] = zmq.Context()
@@ -146,6 +144,7 @@ class Agent:
         self._console = Console(engine, self._guard, self._running, self._emit)
         self._control = Control(
             engine,
+            Path(connection.directory),
             lambda: ControlLink(context, engine, connection.control_url, **keys, monitored=self._absence.is_followed),
             self._guard,
             self._console,

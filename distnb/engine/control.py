@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ from distnb.engine.absence import Absence
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
 from distnb.engine.output import telemetry
-from distnb.frames import OWN
-from distnb.machines.modules.received_modules import received_modules
+from distnb.frames import OWN, with_users_paths
 from distnb.watching import live
 from distnb.wire.channel import ConnectionMonitor, Link
 from distnb.wire.messages import (
@@ -41,6 +41,7 @@ from distnb.wire.messages import (
     CleaningUp,
     DumpActivity,
     DumpStacks,
+    EngineTask,
     Flush,
     Flushed,
     Live,
@@ -79,6 +80,7 @@ class Control:
     """The engine's second thread, and the queue in which the other threads put their events.
 
     Args:
+        directory: The cluster's private directory on this machine.
         connect: Returns a new link to the notebook for control. Only this thread uses it.
         absence: The behaviour of the engine while no notebook is connected.
         console: Receives the user's answers.
@@ -96,6 +98,7 @@ class Control:
     def __init__(
         self,
         engine: int,
+        directory: Path,
         connect: Callable[[], Link],
         guard: Guard,
         console: Console,
@@ -108,6 +111,7 @@ class Control:
         pipes: dict[int, Callable[[bytes], None]],
     ) -> None:
         self._engine = engine
+        self._directory = directory
         self._connect = connect
         self._link = connect()
         self._absence = absence
@@ -281,6 +285,8 @@ class Control:
             self.emit(self._memory(self._engine))
         elif isinstance(order, SetLogLevel):
             process_log.set_level(order.level)
+        elif isinstance(order, EngineTask):
+            self.emit(order.carry_out(self._engine, self._directory), urgent=True)
         elif isinstance(order, SendLog):
             self.emit(LogTexts(self._engine, process_log.log_texts()))
         elif isinstance(order, Flush):
@@ -385,6 +391,4 @@ def _program_stack() -> str:
             del program[-1]
     users = [frame for frame in program if not frame.filename.startswith(OWN)]
     texts = zip(traceback.format_list(users), users, strict=True)
-    return received_modules.with_users_paths(
-        "".join(telemetry.name_cell(text, frame.filename) for text, frame in texts)
-    )
+    return with_users_paths("".join(telemetry.name_cell(text, frame.filename) for text, frame in texts))

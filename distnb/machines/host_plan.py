@@ -16,6 +16,7 @@ from distnb.errors import DistnbError
 from distnb.machines.base import Found, Hosts, Transport, probe
 from distnb.machines.further_engines import place_further
 from distnb.machines.hosts import HostOptions, read_host_options
+from distnb.machines.users_code.sent_folders import read_folders
 from distnb.topology import WORKER, Device
 
 __all__ = ["HostPlan", "OtherMachines", "find_place", "make_plan"]
@@ -50,19 +51,20 @@ class HostPlan(EnginePlan):
 
 @dataclass(frozen=True)
 class OtherMachines:
-    """The place of engines on other machines."""
+    """The place of engines on other machines, and the notebook's folders that are sent there."""
 
     machines: HostOptions
+    folders: tuple[str, ...]
 
     def plan(self, options: StartOptions, on_progress: Callable[[str], None]) -> HostPlan:
         """Return the plan of the engines."""
-        return make_plan(options, self.machines, on_progress)
+        return replace(make_plan(options, self.machines, on_progress), folders=self.folders)
 
 
 def find_place(options: StartOptions) -> OtherMachines | None:
     """Return the place of the engines if the options name other machines; None for this machine."""
     machines = read_host_options(options)
-    return None if machines is None else OtherMachines(machines)
+    return None if machines is None else OtherMachines(machines, read_folders(options.sync))
 
 
 def make_plan(

@@ -204,7 +204,14 @@ def _start(parser: LineParser) -> None:
         choices=ON_DISCONNECT,
         help="what a running cell does when the notebook ends: continue (default) or end",
     )
-    add("--sync", action="store_true", help="send the notebook's own modules to engines on other machines")
+    add(
+        "--sync",
+        metavar="A,B",
+        nargs="?",
+        const=True,
+        default=False,
+        help="folders of modules to send to other machines (default: the notebook's own folder)",
+    )
     add(
         "--data-limit",
         metavar="SIZE",

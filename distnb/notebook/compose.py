@@ -140,7 +140,7 @@ def start(
     name: str | None = None,
     hours: float | None = None,
     on_disconnect: str | None = None,
-    sync: bool = False,
+    sync: bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = False,
     data_limit: int | str = DATA_LIMIT_NBYTES,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Session:
@@ -202,9 +202,10 @@ def start(
         name: The name of a detached cluster. None for "cluster-1", "cluster-2", …
         hours: The time limit of a detached cluster, in hours; inf for none. None for 8.
         on_disconnect: What happens to a cell that runs when this process ends: "continue" (the default) or "end".
-        sync: Whether to send the notebook's local modules to engines on other machines before a program that needs
-            them: the modules that are neither Python's nor installed. Engines on this machine import them from the
-            notebook's own files in any case.
+        sync: The folders whose modules are sent to engines on other machines: True for the notebook's own folder, or
+            paths, as a sequence or as text with commas. Their Python files and packages are sent before the first
+            program, and again when they have changed. Engines on this machine import modules from the notebook's own
+            files in any case.
         data_limit: The size, in bytes or as text ("2 GB"), above which data that a cell assigns stays on the engines.
             The notebook then has a handle of it.
         on_progress: Called with a text whenever the start makes progress.

@@ -66,7 +66,7 @@ class EngineOwner(ABC):
         name: The name under which another notebook connects to engines that stay; "" if they end with this one.
         hosts: The machine of each engine that does not run on this one.
         packages: The versions of the packages on each of these machines.
-        sync: Whether the notebook's local modules are sent to them.
+        folders: The notebook's folders that are sent to them.
     """
 
     directory: Path
@@ -76,7 +76,7 @@ class EngineOwner(ABC):
     name = ""
     hosts: Mapping[int, str] = MappingProxyType({})
     packages: Mapping[str, Mapping[str, str]] = MappingProxyType({})
-    sync = False
+    folders: tuple[str, ...] = ()
 
     def open_switchboard(self) -> Switchboard:
         """Open the notebook's end of the channels to the engines."""
@@ -146,10 +146,10 @@ class OwnedByNotebook(EngineOwner):
         StartError: The private directory, or the store, could not be made.
     """
 
-    def __init__(self, plan: EnginePlan, *, sync: bool = False) -> None:
+    def __init__(self, plan: EnginePlan) -> None:
         self._plan = plan
         self.tasks = plan.tasks
-        self.hosts, self.packages, self.sync = dict(enumerate(plan.hosts)), plan.packages, sync
+        self.hosts, self.packages, self.folders = dict(enumerate(plan.hosts)), plan.packages, plan.folders
         self.keys = make_keys()
         self._processes = Processes()
         self.directory = self._processes.directory
@@ -219,7 +219,7 @@ def plan_owner(options: StartOptions, on_progress: Callable[[str], None]) -> Eng
     plan = place.plan(options, on_progress)
     print_notices(plan.notices)
     try:
-        return OwnedByNotebook(plan, sync=options.sync)
+        return OwnedByNotebook(plan)
     except BaseException:
         plan.close()
         raise

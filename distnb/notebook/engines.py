@@ -21,6 +21,7 @@ from distnb.notebook.programs.supervisor import Supervisor
 from distnb.notebook.teams import Teams
 from distnb.options import StrategySpec
 from distnb.process_log import close_log, open_log
+from distnb.runtime.this_process import this_process
 from distnb.topology import Task, Team
 from distnb.wire.channel import Peers
 from distnb.wire.messages import Died, SetLogLevel
@@ -114,6 +115,8 @@ class Engines:
         for engine in self.dispatch.await_connections([hellos[engine] for engine in engines], failed):
             what = self._ended.get(engine, f"did not respond for {_START_TIMEOUT_S:.0f} s")
             raise StartError(f"Engine {engine} {what} while it started.\n{self.cluster.log_tail(engine)}")
+        if this_process.before_program is not None:
+            this_process.before_program(())
 
     def _engine_ready(self, engine: int) -> None:
         if self._cluster is not None:

@@ -18,7 +18,6 @@ from distnb import features
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import EngineDied, NoClusterError, OptionError, ProgramError
-from distnb.notebook.dependencies import Dependencies
 from distnb.notebook.engine_owners import EngineOwner, LastingOwner, plan_owner
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.handles.handle import state_of_handle
@@ -37,7 +36,6 @@ from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.options import StrategySpec
 from distnb.runtime import step_count
 from distnb.runtime.program_ends import program_ended
-from distnb.runtime.this_process import this_process
 from distnb.story import Transition
 from distnb.topology import Task, Team
 from distnb.wire.exchange import Snapshot
@@ -103,7 +101,6 @@ class Session:
         self.failure: Failure | None = None
         self._parts: list[SessionPart] = []
         self._terminal: TerminalSocket | None = None
-        self._dependencies: Dependencies | None = None
         self._pending = PendingCalls()
         self._deferred: list[DeferredCall] = []
         self.iterations: weakref.WeakSet[RemoteIterator] = weakref.WeakSet()
@@ -218,12 +215,9 @@ class Session:
             self._leave(self._engines.disconnect)
 
     def _prepare_machines(self) -> None:
-        """Compare the packages of other machines with the notebook's, and send them modules from now on."""
-        owner = self._engines.owner
-        if owner.hosts:
-            found = self._dependencies = Dependencies(owner.hosts, owner.packages, _announce, sync=owner.sync)
-            this_process.importing, this_process.local_modules = found.need, found.local_modules
-            found.begin(self.user_ns)
+        """Prepare the engines of other machines for programs from now on."""
+        if self._engines.owner.hosts:
+            self.part(features.require("session parts", "other machines")).begin(self.user_ns)
 
     def stop(self) -> None:
         """End every process of the cluster and free its resources. A second call does nothing."""
@@ -233,8 +227,6 @@ class Session:
         if os.getpid() != self._owner:  # a forked child must not end its parent's engines
             return
         with self._leaving:
-            if self._dependencies is not None and this_process.importing == self._dependencies.need:
-                this_process.importing = this_process.local_modules = None
             for part in self._parts:
                 part.close()
             if self._terminal is not None:

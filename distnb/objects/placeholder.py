@@ -15,8 +15,8 @@ from distnb.errors import CannotTravelError, DistnbError
 __all__ = ["LOCAL_PREFIX", "CURE_FOR_MODULES", "Placeholder", "cure_for", "is_unsendable", "label_of", "refusal"]
 
 CURE_FOR_MODULES = (
-    "install it where the engines run. If it is the notebook's own, start the engines with %distnb start --sync, or "
-    "add its folder to sys.path in a cell"
+    "install it where the engines run. If it is the notebook's own, start the engines with %distnb start --sync, which "
+    "sends the notebook's folder; or add its folder to sys.path in a cell"
 )
 """The cure for a module that a replica cannot import."""
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distnb.machines.modules.local_modules import LocalModules
     from distnb.runtime.base import Owner, Runtime
     from distnb.runtime.spmd import SpmdProcess
 
@@ -26,9 +25,9 @@ class _ThisProcess:
             by the session in a notebook.
         machines: Returns the names of the engines' machines other than the notebook's, or an empty tuple. Set with
             `remote`.
-        importing: Called with the modules that code imports before the code is sent to engines. Set by the session if
-            its engines are on other machines.
-        local_modules: The files of local modules for these engines; None if they have the modules. Set by the session.
+        before_program: Called before a program is sent to engines, with the modules that its code imports, and when
+            engines have started. Set by a part of the session that prepares engines for programs.
+        cure_for: Returns the cure for an error of a program, or "". Set by the same part.
         live_sink: Receives the arguments of `distnb.live`: the values, (training step, call of `run`), and the run's
             name. Set by an engine, which sends them, and by a notebook, which draws them. None: they are printed.
         publish: Sends a display's data, by MIME type, to the notebook, which draws it. Set by an engine.
@@ -40,8 +39,8 @@ class _ThisProcess:
         self.replica: SpmdProcess | None = None
         self.remote: Callable[[Owner], Runtime] | None = None
         self.machines: Callable[[], tuple[str, ...]] = tuple
-        self.importing: Callable[[Collection[str]], None] | None = None
-        self.local_modules: LocalModules | None = None
+        self.before_program: Callable[[Collection[str]], None] | None = None
+        self.cure_for: Callable[[BaseException], str] = lambda error: ""
         self.live_sink: Callable[[dict[str, Any], tuple[int, int], str], None] | None = None
         self.publish: Callable[[dict[str, Any]], None] | None = None
         self.note_names: Callable[[], Callable[[], None]] = lambda: lambda: None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from distnb.machines.modules.local_modules import ModuleFile
 from distnb.topology import Task, Team
 
 __all__ = ["NO_FENCE", "ClosureResult", "Fence", "RunClosure", "ServersReplaced", "AssignTask"]
@@ -74,7 +73,6 @@ class RunClosure(NamedTuple):
         freed: The numbers of variables on the servers that no longer exist.
         sources: The cells that define functions, each sent once: the file name in code objects, the text, and the
             cell's label.
-        module_files: The files of the coordinator's local modules that the worker lacks, by place.
         team: The replicas of a worker with several replicas. Each receives the message, and they run it together.
         modes: The modes of torch and of other libraries when the closure was scheduled; None if they equal those of the
             last message.
@@ -91,7 +89,6 @@ class RunClosure(NamedTuple):
     forget: tuple[int, ...] = ()
     freed: tuple[int, ...] = ()
     sources: tuple[tuple[str, str, str], ...] = ()
-    module_files: Mapping[str, ModuleFile] = {}
     modes: Any = None
     seed: int | None = None
     team: Team | None = None

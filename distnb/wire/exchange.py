@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from distnb.machines.modules.local_modules import ModuleFile
 from distnb.objects.modes.environment import Environment
 from distnb.objects.packing import Packed
 from distnb.options import ReduceOp, StrategySpec
@@ -155,7 +154,6 @@ class Snapshot(NamedTuple):
         environment: The parts of the environment that changed.
         sources: The texts and names of cells ("Cell In[3]", or ""), by file name, for tracebacks.
         modules: The submodules to import, and the reloads of local modules, by name.
-        module_files: The files of local modules that the engines lack, by place.
         awaited: The submodules that the program's text imports and the notebook does not have.
     """
 
@@ -179,7 +177,6 @@ class Snapshot(NamedTuple):
     environment: Environment | None = None
     sources: Mapping[str, tuple[str, str]] = {}
     modules: Mapping[str, Reloads] = {}
-    module_files: Mapping[str, ModuleFile] = {}
     awaited: tuple[str, ...] = ()
 
     @property

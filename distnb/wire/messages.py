@@ -7,8 +7,10 @@ programs can be ended, while the main thread computes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from distnb.activity import Kind
@@ -30,6 +32,7 @@ __all__ = [
     "DumpActivity",
     "DumpStacks",
     "EngineState",
+    "EngineTask",
     "ErrorReport",
     "Flush",
     "Flushed",
@@ -267,6 +270,18 @@ class SetLogLevel:
     """Order to set the level of the engine's log; "off" ends it."""
 
     level: str
+
+
+class EngineTask(ABC):
+    """Order to do something that a feature defines. It is carried out at once, also while a program runs."""
+
+    @abstractmethod
+    def carry_out(self, engine: int, directory: Path) -> Any:
+        """Do it, on the engine's control thread, and return the event that reports it. Raise nothing.
+
+        Args:
+            directory: The cluster's private directory on the engine's machine.
+        """
 
 
 @dataclass(frozen=True)

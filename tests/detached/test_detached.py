@@ -422,7 +422,7 @@ def test_engines_on_other_machines_stay(network: Machines, tmp_path: Path) -> No
     find = f"import sys; sys.path.insert(0, {str(network.hidden)!r})"
     with Notebook() as first:
         first.run(
-            f'%distnb start --hosts red,blue --per-host 1 --sync --ssh-args "{words}" --detach --name afar',
+            f'%distnb start --hosts red,blue --per-host 1 --sync {network.hidden} --ssh-args "{words}" --detach --name afar',
             timeout_s=120,
         )
         first.run(f"import distnb; {find}")

@@ -41,7 +41,9 @@ def notebook(network: Machines) -> Iterator[Notebook]:
         processes.OF_MODULE.add(made.pid)
         made.run(f"import os, torch; torch.set_num_threads(1); ssh_args = {network.ssh_args!r}")
         words = " ".join(network.ssh_args)
-        made.run(f'%distnb start --hosts red,blue --per-host 2 --sync --ssh-args "{words}"', timeout_s=120)
+        made.run(
+            f'%distnb start --hosts red,blue --per-host 2 --sync {network.hidden} --ssh-args "{words}"', timeout_s=120
+        )
         made.run("import distnb, distnb.notebook.compose; cluster = distnb.notebook.compose.current()")
         yield made
 

@@ -1,4 +1,4 @@
-"""Local modules that are sent to engines which cannot read the notebook's folder: `%distnb start --sync`.
+"""Folders of modules that are sent to engines which cannot read them: `%distnb start --sync`.
 
 Other machines are servers in a mount namespace, where the folder is empty, one package is missing, and another has a
 different version.
@@ -184,7 +184,7 @@ def test_an_error_without_modules_there_shows_the_cure(elsewhere: Elsewhere, not
 
 
 def test_a_cell_imports_a_package_that_only_the_notebook_has(elsewhere: Elsewhere, notebook: Notebook) -> None:
-    ran = notebook.run(elsewhere.start(2, 1, "--sync"), timeout_s=120)
+    ran = notebook.run(elsewhere.start(2, 1, f"--sync {elsewhere.folder}"), timeout_s=120)
     assert ran.stderr.count("has no tabulate") == 3
     assert "tomlkit" not in ran.stderr
     ran = notebook.run("""%%distribute mirrored
@@ -197,12 +197,12 @@ result = net(torch.ones(1, 2)).item()
 words = importlib.resources.files("shapes").joinpath("words.txt").read_text()
 text = inspect.getsource(shapes.layers.fail).splitlines()[-1].strip()
 folder = os.path.dirname(os.path.dirname(shapes.__file__))
-mode = os.stat(folder).st_mode
+mode = os.stat(os.path.dirname(folder)).st_mode
 """)
     assert notebook.value("[result, words, text]") == [4.0, "one two", 'raise RuntimeError("as asked")  # in layers']
     assert stat.S_IMODE(notebook.value("mode")) == 0o700
     folders = notebook.value("strategy.local_results(folder)")
-    assert all(Path(each).name == f"modules-{engine}" for engine, each in enumerate(folders))
+    assert all(Path(each).parent.name == f"folders-{engine}" for engine, each in enumerate(folders))
     assert notebook.value("shapes.__file__") == str(elsewhere.folder / "shapes/__init__.py")
     assert str(elsewhere.folder) in notebook.value("sys.path")
     assert not set(folders) & set(notebook.value("sys.path"))
@@ -270,7 +270,7 @@ def test_an_errors_traceback_shows_the_notebooks_file(elsewhere: Elsewhere, note
     assert failed.error_name == "RuntimeError"
     assert f"File {elsewhere.folder}/shapes/layers.py:18, in fail()" in failed.traceback
     assert '---> 18     raise RuntimeError("as asked")' in failed.traceback
-    assert "modules-0" not in failed.traceback
+    assert "folders-0" not in failed.traceback
 
 
 def test_closures_and_parameter_servers_have_the_modules(notebook: Notebook) -> None:
@@ -309,15 +309,19 @@ batches = [batch.tolist() for batch in torch.utils.data.DataLoader(numbers_of.Sq
     assert notebook.value("coordinator.fetch(coordinator.schedule(step, args=(for_closures.Work(5),)))") == 25
 
 
-def test_a_module_that_no_statement_imports_has_a_cure(elsewhere: Elsewhere, notebook: Notebook) -> None:
-    elsewhere.write("by_name.py", "")
-    failed = notebook.try_run("%%distribute mirrored\nimport importlib\nimportlib.import_module('by_' + 'name')")
+def test_a_new_file_is_sent_before_the_next_cell(elsewhere: Elsewhere, notebook: Notebook) -> None:
+    elsewhere.write("by_name.py", "NAME = 'new'\n")
+    notebook.run("%%distribute mirrored\nimport importlib\nfound = importlib.import_module('by_' + 'name').NAME")
+    assert notebook.value("found") == "new"
+
+
+def test_a_module_in_another_folder_has_a_cure(notebook: Notebook, tmp_path: Path) -> None:
+    (tmp_path / "in_another_folder.py").touch()
+    folder = str(tmp_path)
+    notebook.run(f"sys.path.append({folder!r})\nimport in_another_folder\nsys.path.remove({folder!r})")
+    failed = notebook.try_run("%%distribute mirrored\nimport in_another_folder")
     assert failed.error_name == "ModuleNotFoundError"
-    assert (
-        "It was not sent, since no import statement names it. Import it in an ordinary cell first." in failed.traceback
-    )
-    notebook.run("import by_name")
-    notebook.run("%%distribute mirrored\nimportlib.import_module('by_' + 'name')")
+    assert "It is not in a folder that --sync sends" in failed.traceback
 
 
 def test_the_files_end_with_the_engines(notebook: Notebook) -> None:

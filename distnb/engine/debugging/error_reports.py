@@ -16,8 +16,16 @@ from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 
 from distnb.engine.namespace import object_operations
 from distnb.errors import DistnbError
-from distnb.frames import OWN, chain, frames_of, frames_without, raised_by_distnb, torch_frames, with_frames
-from distnb.machines.modules.received_modules import received_modules
+from distnb.frames import (
+    OWN,
+    chain,
+    frames_of,
+    frames_without,
+    raised_by_distnb,
+    torch_frames,
+    with_frames,
+    with_users_paths,
+)
 from distnb.objects.packing import Packed
 from distnb.runtime import shared_files
 from distnb.wire import exchange
@@ -57,7 +65,7 @@ def report(error: BaseException, pack: Callable[[BaseException], Packed] | None 
         error.add_note(_NAME_IT.format(name=unknown[1]))
     shared_files.explain(error)
     try:
-        text, rendered = str(error), tuple(map(received_modules.with_users_paths, _draw(error)))
+        text, rendered = str(error), tuple(map(with_users_paths, _draw(error)))
     except BaseException as failed:  # noqa: BLE001  # its __str__ may raise anything, and a late order to end may arrive
         text = f"(its text and traceback cannot be shown: {type(failed).__name__})"
         rendered = (f"{kind.__qualname__}: {text}",)

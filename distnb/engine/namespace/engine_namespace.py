@@ -16,7 +16,6 @@ from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
 from distnb.engine.namespace.imported_modules import ModuleReloader
 from distnb.frames import spared
-from distnb.machines.modules.received_modules import received_modules
 from distnb.objects.code.definitions import is_code
 from distnb.objects.constructors import open_module
 from distnb.objects.modes.environment import (
@@ -101,7 +100,6 @@ class EngineNamespace:
         self.teams.program_begins(snapshot.serial)
         torch.clear_autocast_cache()  # values that were cast in an earlier program may be out of date
         self._apply_outcome(objects, snapshot)
-        received_modules.receive(snapshot.module_files)
         environment = None if snapshot.environment is None else snapshot.environment.on(self.teams.place)
         if environment is not None:
             apply_environment(environment, early=True)

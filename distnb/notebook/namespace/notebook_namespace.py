@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 from distnb.errors import NamespaceError
-from distnb.machines.modules.local_modules import ModuleFile
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.handles.pending import resolve
 from distnb.notebook.namespace.bound_names import BoundNames
@@ -341,11 +340,8 @@ class NotebookNamespace:
         for name, value in {**plain, **{name: self.user_ns[name] for name in needs.imports}}.items():
             bound.send(name, value)
         code_changed = any(is_code(sections[name]) for name in lacking)
-        if this_process.importing is not None and (bind or lacking):
-            this_process.importing(needs.modules())
-        files: dict[str, ModuleFile] = {}
-        if this_process.local_modules is not None:
-            tracked.module_files, files = this_process.local_modules.lacking(tracked.module_files)
+        if this_process.before_program is not None:
+            this_process.before_program(needs.modules() if bind or lacking else ())
         environment = capture_environment(tracked.environment, "beginning" if cell else "call")
         changed = None
         if environment is not tracked.environment:
@@ -372,7 +368,6 @@ class NotebookNamespace:
             environment=changed if changed is not None and changed.modes else None,
             sources=self._sources(tracked, needs),
             modules=self._reloads(tracked, needs) if cell or bind or code_changed else {},
-            module_files=files,
             awaited=tuple(name for name in sorted(needs.digests.attributes) if "." in name and name not in sys.modules),
         )
         tracked.forget.clear()

@@ -96,7 +96,6 @@ class TrackedObjects:
         has_shards: Whether shards are to be divided again, since the engines have changed.
         sources: The hashes of the texts that the engines have, by file name.
         modules: The state of the notebook's modules that the engines know.
-        module_files: The digests of the files of local modules that the engines have.
         forget, adopt, renamed, released, unlike_parts: The changes that the next snapshot reports to the engines.
         fresh: Whether everything is sent again, because earlier snapshots may not have arrived.
     """
@@ -113,7 +112,6 @@ class TrackedObjects:
         self.has_shards = False
         self.sources: dict[str, int] = {}
         self.modules: dict[str, Reloads] = {}
-        self.module_files: Mapping[str, bytes] = {}
         self.forget: set[str] = set()
         self.unlike_parts: set[int] = set()
         self.adopt: dict[ObjectId, str | Mapping[int, int | ObjectId]] = {}
@@ -238,7 +236,6 @@ class TrackedObjects:
         self.environment = None
         self.sources.clear()
         self.modules.clear()
-        self.module_files = {}
         self.fresh = True
 
     def reject(self, snapshot: Snapshot) -> None:

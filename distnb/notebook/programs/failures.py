@@ -9,11 +9,11 @@ from types import MethodType
 from typing import Any
 
 from distnb.errors import CollectiveError, CollectiveMismatchError, EngineDied, OptionError, ProgramError, RemoteError
-from distnb.notebook.dependencies import cure_for_missing
 from distnb.notebook.output.wording import ranges
 from distnb.notebook.programs.outcome import Outcome
 from distnb.objects.placeholder import Placeholder
 from distnb.runtime.consistency.drift import warn_of_differences
+from distnb.runtime.this_process import this_process
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport
 
@@ -208,7 +208,7 @@ def reported(
         second: The lines of another error, shown below it.
     """
     error, *notes = _rebuild(report, opened)
-    notes.append(cure_for_missing(error))
+    notes.append(this_process.cure_for(error))
     title = f"{who} raised:"
     if isinstance(error, SystemExit):  # IPython shows only the traceback below it
         others = f"{within} ended by it" + (f"; {others}" if others else "")

@@ -182,7 +182,7 @@ class Supervisor:
         """Wait until engines have sent all their events. Return False if one did not answer in time."""
         number = next(self._questions)
         asked = [engine for engine in engines if engine not in self.stuck]
-        return self._ask(
+        return self.ask(
             asked, Flush(number), lambda event: isinstance(event, Flushed) and event.number == number, timeout_s
         )
 
@@ -198,7 +198,7 @@ class Supervisor:
                 found[event.engine] = event.text
             return isinstance(event, Stacks)
 
-        self._ask(engines, DumpStacks(), answers, timeout_s)
+        self.ask(engines, DumpStacks(), answers, timeout_s)
         return found
 
     def ask_activity(self, engines: Iterable[int], steps: int, timeout_s: float) -> list[TelemetrySample]:
@@ -210,7 +210,7 @@ class Supervisor:
                 found.append(event.sample)
             return isinstance(event, Activity)
 
-        self._ask(engines, DumpActivity(steps), answers, timeout_s)
+        self.ask(engines, DumpActivity(steps), answers, timeout_s)
         return found
 
     def ask_log(self, engines: Iterable[int], timeout_s: float) -> dict[int, Mapping[str, str]]:
@@ -222,7 +222,7 @@ class Supervisor:
                 found[event.engine] = event.texts
             return isinstance(event, LogTexts)
 
-        self._ask(engines, SendLog(), answers, timeout_s)
+        self.ask(engines, SendLog(), answers, timeout_s)
         return found
 
     def ask_memory(self, engines: Iterable[int], timeout_s: float) -> dict[int, MemoryUse]:
@@ -234,10 +234,10 @@ class Supervisor:
                 found[event.engine] = event
             return isinstance(event, MemoryUse)
 
-        self._ask(engines, MeasureMemory(), answers, timeout_s)
+        self.ask(engines, MeasureMemory(), answers, timeout_s)
         return found
 
-    def _ask(self, engines: Iterable[int], question: Any, answers: Callable[[Any], bool], timeout_s: float) -> bool:
+    def ask(self, engines: Iterable[int], question: Any, answers: Callable[[Any], bool], timeout_s: float) -> bool:
         """Ask engines, and return whether all of them that are up answered in time or died meanwhile."""
         missing = set(self.hellos).intersection(engines)
         all_here = threading.Event()

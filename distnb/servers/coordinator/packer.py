@@ -155,8 +155,8 @@ class ClosurePacker:
             named = shown.data if isinstance(shown, PickledParts) else shown
             data = pickle.dumps((named, arguments.data, settings), protocol=5)
             definitions = {number: known.packed for number in every if (known := self._known.get(number)) is not None}
-            if this_process.importing is not None:
-                this_process.importing(self.imports)
+            if this_process.before_program is not None:
+                this_process.before_program(self.imports)
         buffers = (*own, *arguments.buffers)
         return PackedClosure(
             data=data,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from distnb.machines.modules.local_modules import ModuleFile
 from distnb.objects.modes.environment import Environment
-from distnb.runtime.this_process import this_process
 from distnb.servers.closure_messages import Fence, RunClosure
 from distnb.servers.coordinator.link import ClusterLink
 from distnb.servers.coordinator.packer import ClosurePacker, PackedClosure
@@ -21,8 +19,7 @@ class Sent:
     """The resources that a worker knows.
 
     `forgotten`, `sources` and `freed` are the numbers of entries of `ClosurePacker.forgotten`, `ClosurePacker.sources`
-    and `ServerAccess.freed` that were sent to it. `module_files` are the digests of the files of local modules that it
-    has.
+    and `ServerAccess.freed` that were sent to it.
     """
 
     known: set[int] = field(default_factory=set)
@@ -31,7 +28,6 @@ class Sent:
     freed: int = 0
     seeded: bool = False
     modes: Environment | None = None
-    module_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def message(
         self,
@@ -60,9 +56,6 @@ class Sent:
             self.sources += len(new)
         freed = tuple(packer.access.freed[self.freed :])
         self.freed += len(freed)
-        files: Mapping[str, ModuleFile] = {}
-        if this_process.local_modules is not None:
-            self.module_files, files = this_process.local_modules.lacking(self.module_files)
         first = None if self.seeded else seed()
         self.seeded = True
         modes = None if packed.modes is self.modes else packed.modes
@@ -79,7 +72,6 @@ class Sent:
             forget=forget,
             freed=freed,
             sources=sources,
-            module_files=files,
             modes=modes,
             seed=first,
         )

@@ -17,7 +17,6 @@ from distnb.collectives.group.groups import groups
 from distnb.engine.namespace.cell_sources import remember_source
 from distnb.engine.rooms import ProgramKind
 from distnb.engine.started_threads import threads_awaited
-from distnb.machines.modules.received_modules import received_modules
 from distnb.objects.modes.environment import Environment, apply_environment
 from distnb.objects.rng_state import RngState
 from distnb.runtime.randomness import streams
@@ -189,7 +188,6 @@ class WorkerTask:
 
     def accept(self, message: RunClosure) -> None:
         """Store the parts that are sent only once, even if the closure was ordered to end before it began."""
-        received_modules.receive(message.module_files)
         for source in message.sources:
             remember_source(*source)
         self._runner.receive(message)

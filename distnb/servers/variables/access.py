@@ -14,7 +14,6 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from distnb.errors import ProgramError, ServerLost
-from distnb.machines.modules.local_modules import ModuleFile
 from distnb.objects.modes.environment import capture_early
 from distnb.runtime.this_process import this_process
 from distnb.servers.closure_messages import Fence
@@ -129,8 +128,6 @@ class ServerAccess:
         self._row_versions: dict[Shard, int] = {}
         self._owners: dict[Stored, TensorWeakRef] = {}
         self._unowned: dict[int, list[Shard]] = {}  # by server: the shards of gone owners, which it has not freed yet
-        # By server and generation: the digests of the files of local modules that the server has.
-        self._files_there: dict[tuple[int, int], Mapping[str, bytes]] = {}
         self._optimizers: dict[int, tuple[bytes, Sequence[Sequence[Stored]]]] = {}
         self.representatives: dict[Stored, Any] = {}
         self.is_one_of_several = False
@@ -593,7 +590,8 @@ class ServerAccess:
         if only is not None:
             servers &= set(only)
         environment = capture_early()
-        files = {server: self._module_files(server) for server in sorted(servers)}
+        if this_process.before_program is not None:
+            this_process.before_program(())
         self.exchange(
             {
                 server: [
@@ -605,23 +603,11 @@ class ServerAccess:
                             for group in groups
                         ),
                         environment=environment,
-                        module_files=files[server][1],
                     )
                 ]
                 for server in sorted(servers)
             }
         )
-        for server, (digests, _) in files.items():
-            self._files_there[server, self.servers.generation(server)] = digests
-
-    def _module_files(self, server: int) -> tuple[Mapping[str, bytes], Mapping[str, ModuleFile]]:
-        """Return the files of local modules that a server lacks, after the digests of all (see `LocalModules`)."""
-        if this_process.local_modules is None:
-            return {}, {}
-        if this_process.importing is not None:
-            this_process.importing(())
-        known = self._files_there.get((server, self.servers.generation(server)), {})
-        return this_process.local_modules.lacking(known)
 
     def step(self, requests: dict[int, StepOptimizer]) -> None:
         """Have the servers update variables with gradients, and update a worker's copies to the new values.

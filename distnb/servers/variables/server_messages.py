@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distnb.machines.modules.local_modules import ModuleFile
 from distnb.objects.modes.environment import NO_CHANGES, Environment
 from distnb.servers.closure_messages import Fence
 from distnb.wire.codec import give_codes
@@ -173,14 +172,12 @@ class MakeOptimizer(NamedTuple):
             returns a `torch.optim.Optimizer` with these groups in this order.
         groups: The shards of each group that this server holds. A group may have none here.
         environment: The client's modes, which are set before the factory is unpickled.
-        module_files: The files of the client's local modules that the server lacks, by place.
     """
 
     optimizer: int
     factory: bytes
     groups: tuple[tuple[Shard, ...], ...]
     environment: Environment = NO_CHANGES
-    module_files: Mapping[str, ModuleFile] = {}
 
 
 class StepOptimizer(NamedTuple):

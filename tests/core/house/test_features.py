@@ -50,6 +50,7 @@ else:
 
 USES = {
     "detached": "distnb.start(1, detach=True)",
+    "machines": "distnb.start(hosts=['a'])",
     "sharded": "distnb.ShardedStrategy(['cpu:0', 'cpu:1'])",
 }
 """The use of a feature that its absence refuses, as one statement."""

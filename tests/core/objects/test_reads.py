@@ -6,6 +6,7 @@ import builtins
 
 import pytest
 
+from distnb.objects.code.definitions import names_of_code
 from distnb.objects.code.reads import names_read
 
 _BUILTINS = frozenset(dir(builtins)) | {"get_ipython", "__annotations__"}
@@ -134,3 +135,18 @@ def test_dynamic_reads_are_recognised(source: str, dynamic: bool) -> None:
 def test_attributes_include_submodules() -> None:
     found = names_read("torch.nn.functional.relu(x)\ndef f():\n    return xml.dom.minidom")
     assert {"nn", "functional", "relu", "dom", "minidom"} <= found.attributes
+
+
+def test_imports_of_code_and_cells_are_found() -> None:
+    text = """
+def function():
+    import os.path
+    from package import part as p, other
+    class Inner:
+        def method(self):
+            from .relative import x
+"""
+    wanted = {"os.path", "package", "package.part", "package.other"}
+    assert names_of_code(compile(text, "", "exec")).imports == wanted | {"relative", "relative.x"}
+    cell = "!ls\nfrom package import part as p, other\ntry:\n    import os.path\nexcept ImportError: pass"
+    assert names_read(cell).imports == wanted

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from distnb.errors import ClosureCancelled, OptionError, StaleHandleError
-from distnb.machines.modules.received_modules import received_modules
 from distnb.objects.modes.environment import apply_environment
 from distnb.servers.closure_messages import Fence
 from distnb.servers.variables.server_messages import (
@@ -222,7 +221,6 @@ class ShardStore:
         return optimizer
 
     def _make_optimizer(self, asked: MakeOptimizer) -> None:
-        received_modules.receive(asked.module_files)
         apply_environment(asked.environment.on("cpu"))  # servers keep shards and optimizers on the CPU
         parameters = {shard: self._held(shard).parameter for group in asked.groups for shard in group}
         self._optimizers[asked.optimizer] = ServerOptimizer(asked.factory, asked.groups, parameters)

@@ -1,0 +1,139 @@
+"""The session's part for engines on other machines: it prepares them for each program.
+
+Before a program the files of the folders that `--sync` names are sent to the engines that lack them, and packages that
+the program's code imports are compared. The engines write files on their control threads, so also while they compute.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from distnb.errors import ClusterError
+from distnb.machines.users_code.file_messages import FilesWritten, WriteFiles
+from distnb.machines.users_code.local_modules import local_file
+from distnb.machines.users_code.package_comparison import PackageComparison
+from distnb.machines.users_code.sent_folders import FolderFiles, SentFolders
+from distnb.notebook.session_part import SessionPart
+from distnb.objects.modes.environment import current_cell
+from distnb.runtime.this_process import this_process
+
+__all__ = ["Preparation", "cure_for_missing"]
+
+_PATIENCE_S = 60.0
+_LARGE_NBYTES = 16 << 20
+_OF_EVERY_PROGRAM = ("torch", "numpy", "cloudpickle")
+
+
+class Preparation(SessionPart):
+    """The preparation of the engines for programs, by `this_process.before_program`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        owner = self._engines.owner
+        self._folders = owner.folders
+        self._reader = SentFolders(owner.folders)
+        self._packages = PackageComparison(owner.hosts, owner.packages, _announce, owner.folders)
+        self._moment: object = None
+        self._files: FolderFiles | None = None
+        self._sent: dict[int, tuple[int, FolderFiles]] = {}  # by engine: its process, and the files that it has
+        self._lock = threading.RLock()
+        this_process.before_program, this_process.cure_for = self.before_program, self.cure_for
+
+    def begin(self, user_ns: Mapping[str, object]) -> None:
+        """Compare the packages that the notebook has imported before the engines were started."""
+        modules = [value.__name__ for value in list(user_ns.values()) if isinstance(value, types.ModuleType)]
+        self._packages.compare((*_OF_EVERY_PROGRAM, *modules))
+
+    def before_program(self, modules: Collection[str]) -> None:
+        """Prepare for a program whose code imports these modules.
+
+        Raises:
+            OptionError: The folders have too many files, or too large ones.
+            ClusterError: An engine could not write the files.
+        """
+        if modules:
+            self._packages.compare(modules)
+        if self._folders:
+            with self._lock:
+                self._send()
+
+    def cure_for(self, error: BaseException) -> str:
+        """Return the cure for an import that failed on another machine although the notebook has the module, or ""."""
+        return cure_for_missing(error, self._folders)
+
+    def close(self) -> None:
+        """Prepare programs no longer."""
+        if this_process.before_program == self.before_program:
+            this_process.before_program, this_process.cure_for = None, lambda error: ""
+
+    def _send(self) -> None:
+        """Send each engine of another machine the files that it lacks. They are read again once in each cell."""
+        moment = current_cell(), len(sys.modules), next(reversed(sys.modules), "")
+        if moment != self._moment or self._files is None:
+            self._files, self._moment = self._reader.read(), moment
+        files, cluster = self._files, self._engines.cluster
+        lacking: dict[int, list[int]] = {}  # engines that have the same files, by the identity of these
+        processes = {engine: hello.pid for engine, hello in self._engines.supervisor.hellos.items()}
+        for engine in self._engines.left:
+            process, known = self._sent.get(engine, (0, None))
+            if engine in processes and cluster.host(engine) and (process != processes[engine] or known is not files):
+                lacking.setdefault(id(known) if process == processes[engine] else 0, []).append(engine)
+        for engines in lacking.values():
+            process, known = self._sent.get(engines[0], (0, None))
+            earlier = known if process == processes[engines[0]] else None
+            self._write(engines, files, earlier)
+            self._sent.update({engine: (processes[engine], files) for engine in engines})
+
+    def _write(self, engines: list[int], files: FolderFiles, earlier: FolderFiles | None) -> None:
+        changed = files.since(earlier)
+        nbytes = sum(len(content) for content in changed.values() if content is not None)
+        if nbytes > _LARGE_NBYTES:
+            _announce(f"distnb: sending {nbytes / 1e6:,.0f} MB of the folders of --sync to each engine")
+        errors: dict[int, str] = {}
+
+        def is_answer(event: Any) -> bool:
+            if not isinstance(event, FilesWritten) or event.digest != files.digest:
+                return False
+            if event.error:
+                errors[event.engine] = event.error
+            return True
+
+        message = WriteFiles(self._folders, changed, files.digest, whole=earlier is None)
+        if not self._engines.supervisor.ask(engines, message, is_answer, _PATIENCE_S):
+            raise ClusterError(
+                f"One of the engines {', '.join(map(str, engines))} has not received the files of --sync within "
+                f"{_PATIENCE_S:.0f} s: native code may hold Python's lock there (%distnb stacks). Replace the engine: "
+                "%distnb restart ENGINE."
+            )
+        for engine, error in errors.items():
+            raise ClusterError(
+                f"Engine {engine} on {self._engines.cluster.host(engine)} cannot write the files of --sync: {error}"
+            )
+
+
+def cure_for_missing(error: BaseException, folders: Collection[str]) -> str:
+    """Return the cure for an import that failed on another machine although the notebook has the module, or ""."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    path = local_file(error.name)
+    if path is None:
+        return ""
+    found = f"{error.name} is a local module of this notebook: {path}."
+    if not folders:
+        return (
+            f"{found} Start the engines with --sync, or distnb.start(..., sync=True), and the notebook's folder is "
+            "sent to their machines; --sync FOLDER sends another one."
+        )
+    if not any(path.startswith(f"{folder}/") for folder in folders):
+        return f"{found} It is not in a folder that --sync sends ({', '.join(folders)}). Name its folder, too."
+    if not path.endswith(".py"):
+        return f"{found} Only Python code and data are sent. Install it on the engines' machines."
+    return f"{found} The file is new: folders are sent before each cell. Run the cell again."
+
+
+def _announce(text: str) -> None:
+    print(text, file=sys.stderr)
