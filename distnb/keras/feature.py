@@ -5,3 +5,4 @@ from distnb.features import add
 add("libraries on replicas", "keras", "distnb.keras.replica_state")
 add("device types", "keras", "distnb.keras.device_types")
 add("kinds of states", "keras", "distnb.keras.keras_states:KERAS_OBJECTS")
+add("adopters of models", "keras.Model", "distnb.keras.models")

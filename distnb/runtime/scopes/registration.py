@@ -5,7 +5,6 @@ Registered parameters and buffers get replica 0's values on all replicas. Parame
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 import weakref
@@ -17,6 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distnb import features
 from distnb.collectives.gradients.optimizer_steps import note_versions
 from distnb.collectives.gradients.parameter_groups import Identity, find_mirror
 from distnb.compat import torch_internals
@@ -46,8 +46,6 @@ __all__ = [
 ]
 
 _LARGE_NBYTES = 4096
-# distnb's modules that adopt models of other libraries made in a scope. They are loaded only if the library is.
-_ADOPTERS = {("keras", "Model"): "distnb.keras.models"}
 _OF_KERAS = "_torch_params"
 _COUNT = re.compile(r"_[0-9]+(?!\w)")
 _FUNCTIONAL = re.compile(r"\b_functional\.")
@@ -91,11 +89,17 @@ def registered_in(value: Any) -> list[Any]:
 
 
 def adopters_of(module: torch.nn.Module) -> list[Any]:
-    """Return distnb's modules that adopt a torch module as a model of another library, such as Keras."""
-    models = ((getattr(sys.modules.get(library), name, None), where) for (library, name), where in _ADOPTERS.items())
-    return [
-        importlib.import_module(where) for model, where in models if model is not None and isinstance(module, model)
-    ]
+    """Return the modules of features that adopt a torch module as a model of another library.
+
+    They are at the extension point "adopters of models", under the name of the models' class, such as "keras.Model".
+    """
+    found = []
+    for name in features.names("adopters of models"):
+        library, _, model = name.partition(".")
+        kind = getattr(sys.modules.get(library), model, None)
+        if kind is not None and isinstance(module, kind):
+            found.append(features.find("adopters of models", name))
+    return found
 
 
 class _GroupKey:
