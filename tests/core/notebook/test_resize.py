@@ -47,6 +47,7 @@ def sizes(session: Session) -> tuple[int, int]:
     return len(session.status()), strategy.num_replicas_in_sync
 
 
+@pytest.mark.soak  # conformance/test_pauses.py resizes programs, and compares their numbers
 def test_training_in_cells_goes_on_through_all_sizes(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTNB_PRELOAD", IMPORTED_LATE)
     run_cell(session, MAKE + ADAM, "make")
@@ -58,6 +59,7 @@ def test_training_in_cells_goes_on_through_all_sizes(session: Session, monkeypat
     assert flat(session.user_ns["found"]) == pytest.approx(flat(one_replicas()), abs=1e-5)
 
 
+@pytest.mark.soak  # conformance/test_pauses.py resizes programs, and compares their numbers
 def test_training_in_an_ordinary_cell_goes_on_through_all_sizes(session: Session) -> None:
     names = session.user_ns
     torch.manual_seed(3)
