@@ -116,7 +116,8 @@ class RunOptions:
 
     Attributes:
         wait: Wait until every replica has reported structure and status (never the tensors). With False the
-            calls are pipelined, and errors are raised at the next use of a result or at the cell's end.
+            calls are pipelined: `run` returns a `Future` at once, and an error is raised by its `result()`, or at the
+            end of the cell.
     """
 
     wait: bool = True

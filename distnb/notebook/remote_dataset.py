@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
 from distnb.input.optional import BatchIterator
-from distnb.notebook.handles.pending import DeferredCall, itself
+from distnb.notebook.handles.pending import DeferredCall
 from distnb.notebook.handles.state import state_of_handle
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class RemoteDataset:
         return getattr(self._handle, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return itself, (self._handle,)
+        return _itself, (self._handle,)
 
 
 class RemoteIterator(BatchIterator):
@@ -179,10 +179,15 @@ class RemoteIterator(BatchIterator):
     def __reduce__(self) -> tuple[Any, ...]:
         self._here.clear()  # the program may read these batches itself
         self._asked = None
-        return itself, (self._handle,)
+        return _itself, (self._handle,)
 
 
 # Bytes that are equal on all replicas are sent to the notebook. Objects would stay on the replicas, behind handles.
+
+
+def _itself(value: Any) -> Any:
+    """Return the value. A dataset and an iteration are pickled as a call of this function with their handle."""
+    return value
 
 
 def _unpacked(packed: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
-from distnb.notebook.handles.pending import DeferredCall, resolve
+from distnb.notebook.handles.pending import DeferredCall
 from distnb.notebook.remote_dataset import RemoteDataset, RemoteIterator
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime.base import Owner
@@ -69,7 +69,7 @@ class Remote:
         The value stays on the engines, except for numbers in host memory, which are returned as tensors. If the
         notebook knows the components, as it does for numbers that `run` returned, no message is needed.
         """
-        leaves, shape = flatten(map_structure(resolve, value))
+        leaves, shape = flatten(value)
         known = []
         if axis is None and self._strategy.spec.option("cross_device_ops") is None:
             engines = self._session().team(self._strategy.spec).engines
@@ -90,7 +90,7 @@ class Remote:
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Fetch every replica's component. None of them is local to the notebook."""
-        return local_components(resolve(value))
+        return local_components(value)
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """Create a distributed value with a function that each replica calls for itself."""

@@ -21,7 +21,7 @@ from distnb.errors import EngineDied, NoClusterError, OptionError, ProgramError
 from distnb.notebook.engine_owners import EngineOwner, LastingOwner, plan_owner
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.handles.handle import state_of_handle
-from distnb.notebook.handles.pending import DeferredCall, PendingCall, PendingCalls
+from distnb.notebook.handles.pending import DeferredCall, PendingCalls
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.output.profiles import write_profiles
 from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, step_difference, warn_of_drift
@@ -38,6 +38,7 @@ from distnb.runtime import step_count
 from distnb.runtime.program_ends import program_ended
 from distnb.story import Transition
 from distnb.topology import Task, Team
+from distnb.values import Future
 from distnb.wire.exchange import Snapshot
 from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, PostMortem, RunCell, Status, UsersFunction
 
@@ -534,7 +535,7 @@ class Session:
 
         Args:
             method: The method's name; "" to call the first argument with the others.
-            wait: Whether to wait for the result. If False, the result is awaited when it is used.
+            wait: Whether to wait for the result. If False, a `Future` is returned.
 
         Returns:
             The replicas' results, regrouped. Tensors and other objects stay on the replicas, behind handles.
@@ -567,7 +568,7 @@ class Session:
             changed: The handles of the objects that the call changes. It is sent before a program that reads them.
         """
 
-        def send() -> PendingCall:
+        def send() -> Future:
             with self._dispatch.turn, self._dispatch.interrupts:
                 return self._pend(self._post(spec, "", ask(), {}, users=False), users=False)
 
@@ -611,8 +612,8 @@ class Session:
             raise
         return _Call(outcome=outcome, team=team, snapshot=snapshot, changes=self.namespace.operations.changes)
 
-    def _pend(self, call: _Call, *, users: bool = True) -> PendingCall:
-        """Return the pending result of a call; `users` is True for a call of the user's."""
+    def _pend(self, call: _Call, *, users: bool = True) -> Future:
+        """Return the future of a call; `users` is True for a call of the user's."""
         program = call.outcome.program
 
         def finish(keep: Callable[[Any], object]) -> Any:
@@ -620,7 +621,7 @@ class Session:
             self._pending.discard(program)
             return result
 
-        pending = PendingCall(finish)
+        pending = Future(finish)
         self._pending.add(program, pending, users=users)
         return pending
 
@@ -659,7 +660,7 @@ class Session:
         """Wait, at the end of a cell, for every call that was sent with `wait=False`.
 
         Raises:
-            BaseException: The error of the first call that failed, unless a use of its result has raised it already.
+            BaseException: The error of the first call that failed, unless its future has raised it already.
         """
         self._pending.finish()
 

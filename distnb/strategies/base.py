@@ -17,6 +17,7 @@ from distnb.runtime.this_process import this_process
 from distnb.strategies.aliases import METHODS
 from distnb.strategies.strategy_scope import StrategyScope
 from distnb.strategies.word_options import WordOptions
+from distnb.values import Future
 from distnb.values.structure import flatten
 from distnb.variables.homes import Home
 
@@ -352,7 +353,7 @@ class Strategy:
 
         Returns:
             The replicas' results, combined leaf by leaf: None, or a plain Python value that is equal on all replicas,
-            or else a PerReplica. With one replica, its result.
+            or else a PerReplica. With one replica, its result. With `RunOptions(wait=False)`, a `Future` of this.
 
         Raises:
             ContextError: In a replica context, or in another strategy's scope.
@@ -367,7 +368,8 @@ class Strategy:
         __tracebackhide__ = True  # IPython shows the user's function, and its debugger goes from it to the cell
         check_call(fn, args, kwargs, options)
         contexts.require_cross_replica(self, "run")
-        return self.runtime.run(fn, args, kwargs if kwargs is not None else {}, options)
+        result = self.runtime.run(fn, args, kwargs if kwargs is not None else {}, options)
+        return result if options is None or options.wait or isinstance(result, Future) else Future.of(result)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
         """Combine the replicas' components into one value.

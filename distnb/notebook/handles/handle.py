@@ -15,10 +15,10 @@ from typing import Any, NoReturn, cast
 
 from distnb.errors import DistributedValueError, StructureError
 from distnb.notebook.handles import library_guards
-from distnb.notebook.handles.computing import FORWARDED, compute
+from distnb.notebook.handles.computing import OPERATORS, compute
 from distnb.notebook.handles.state import RemoteState, state_of_handle
 from distnb.notebook.handles.summaries import as_text
-from distnb.values import DistributedValues, Mirrored, PerReplica, structure
+from distnb.values import DistributedValues, Mirrored, PerReplica
 from distnb.values.distributed import as_array
 from distnb.wire.exchange import follow
 
@@ -44,10 +44,6 @@ def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any
 
 def _applies(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda handle, *others: _apply(handle, function, *others)
-
-
-def _compares(name: str) -> Callable[[Any, object], Any]:
-    return lambda handle, other: state_of_handle(handle).operations.compare(handle, name, other)
 
 
 def _reads(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -118,14 +114,8 @@ class _Handle(DistributedValues):
     __delitem__ = _applies(operator.delitem)
     __copy__ = _applies(copy.copy)
 
-    __eq__ = _compares("eq")
-    __ne__ = _compares("ne")
-
     def __hash__(self) -> int:
-        state = state_of_handle(self)
-        kinds = {fact.summary.hashing for fact in state.facts.values() if fact.summary is not None}
-        if state.local:
-            kinds.add("value")
+        kinds = _hashing(self)
         if kinds <= {"identity"}:
             return object.__hash__(self)
         if kinds == {"value"} and isinstance(self, Mirrored):
@@ -215,10 +205,20 @@ class RemoteMirrored(_Handle, Mirrored):
     __float__ = _reads(float)
     __int__ = _reads(int)
     __index__ = _reads(operator.index)
-    __lt__ = _compares("lt")
-    __le__ = _compares("le")
-    __gt__ = _compares("gt")
-    __ge__ = _compares("ge")
+
+    def __eq__(self, other: object) -> Any:
+        # An object that is compared by its identity has one handle.
+        by_identity = _hashing(self) <= {"identity"} and not _is_array(self)
+        return self is other if by_identity else compute(operator.eq, (self, other))
+
+    def __ne__(self, other: object) -> Any:
+        by_identity = _hashing(self) <= {"identity"} and not _is_array(self)
+        return self is not other if by_identity else compute(operator.ne, (self, other))
+
+    __hash__ = _Handle.__hash__
+
+    def __bool__(self) -> bool:
+        return bool(self._read() if _is_array(self) else _apply(self, bool))
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         if _has_labels(self) or issubclass(_class_named(state_of_handle(self).type_name), Mapping | Set):
@@ -252,12 +252,10 @@ class RemoteMirrored(_Handle, Mirrored):
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, _ = structure.flatten((args, kwargs))
-        operations = next(state_of_handle(leaf).operations for leaf in leaves if isinstance(leaf, HANDLES))
-        return compute(operations, function, args, kwargs)
+        return compute(function, args, kwargs)
 
 
-for _name, _method in FORWARDED.items():
+for _name, _method in OPERATORS.items():
     setattr(RemoteMirrored, _name, _method)
 
 
@@ -302,6 +300,18 @@ class Components(tuple[Any, ...]):
 def _is_dataset(handle: DistributedValues) -> bool:
     """Return whether the object is a distributed dataset of a cell, which all replicas read together."""
     return state_of_handle(handle).type_name == "distnb.input.dataset.DistributedDataset"
+
+
+def _hashing(handle: DistributedValues) -> set[str]:
+    """Return the ways in which the components are hashed: by "identity", by "value", or not at all ("none")."""
+    state = state_of_handle(handle)
+    local = {"value"} if state.local else set()
+    return local | {str(fact.summary.hashing) for fact in state.facts.values() if fact.summary is not None}
+
+
+def _is_array(handle: DistributedValues) -> bool:
+    """Return whether the object is a tensor, an array or a variable, which is compared element by element."""
+    return any(fact.summary is not None and fact.summary.dtype for fact in state_of_handle(handle).facts.values())
 
 
 def _has_labels(handle: DistributedValues) -> bool:

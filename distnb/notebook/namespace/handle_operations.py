@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distnb.errors import DistributedValueError, EngineDied, ReplicaStuck
 from distnb.notebook.handles.handle import HANDLES, RemoteMethod, RemoteState, state_of_handle
-from distnb.notebook.handles.pending import resolve
 from distnb.notebook.namespace.tracked_objects import TrackedObjects
 from distnb.objects.packing import Packed
 from distnb.options import StrategySpec
-from distnb.values import DistributedValues, structure
+from distnb.values import DistributedValues
 from distnb.wire.exchange import Request, Result, Settlement, Snapshot, Summary, TeamKey, name_of_given
 from distnb.wire.messages import ObjectId
 from distnb.wire.value_facts import Holding, Inspected
@@ -100,29 +98,6 @@ class HandleOperations:
             state.add_held((name,))
             state.given += 1
         return found
-
-    def compare(self, handle: DistributedValues, comparison: str, other: Any) -> Any:
-        """Compare the object with another object or a plain value on every replica.
-
-        Args:
-            handle: The handle of the object.
-            comparison: "eq", "lt", … as in `operator`.
-            other: The other object.
-
-        Returns:
-            A plain bool if all replicas agree on one. Otherwise a handle or a PerReplica of their answers, which for
-            tensors are elementwise.
-        """
-        state, other = state_of_handle(handle), resolve(other)
-        state.check()
-        for replica in range(handle.num_replicas):
-            state.check_assigned(replica)
-        if not state.local:
-            return self.run(handle, "apply", (getattr(operator, comparison), handle, other))
-        others = other.component if isinstance(other, DistributedValues) else lambda replica: other
-        compared = getattr(operator, comparison)
-        mine = self.fetch_components(handle, range(handle.num_replicas))
-        return structure.regroup([compared(value, others(replica)) for replica, value in mine.items()])
 
     def _results(
         self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path

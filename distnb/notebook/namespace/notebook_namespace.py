@@ -13,7 +13,6 @@ from typing import Any
 
 from distnb.errors import NamespaceError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
-from distnb.notebook.handles.pending import resolve
 from distnb.notebook.namespace.bound_names import BoundNames
 from distnb.notebook.namespace.handle_operations import HandleOperations, Perform
 from distnb.notebook.namespace.local_copies import LocalCopies
@@ -32,7 +31,7 @@ from distnb.objects.plain import is_plain
 from distnb.options import DATA_LIMIT_NBYTES, StrategySpec
 from distnb.runtime.this_process import this_process
 from distnb.topology import Team
-from distnb.values import DistributedValues
+from distnb.values import DistributedValues, Future
 from distnb.wire.exchange import HeldArgument, NamedArgument, Result, Snapshot, TeamKey, is_bare
 from distnb.wire.messages import ObjectId
 
@@ -453,7 +452,8 @@ class _Arguments:
     def _one(self, value: Any) -> Any:
         if value is self._batch and type(value) in (list, dict):
             return self._of_batch(value)
-        value = resolve(value)
+        if isinstance(value, Future):
+            value.result()  # raises the error of its call
         kind = type(value)
         if isinstance(value, DistributedValues):
             if kind in HANDLES:

@@ -16,7 +16,6 @@ import torch
 import distnb
 from distnb.errors import EngineDied
 from distnb.notebook import compose as sessions
-from distnb.notebook.handles.pending import resolve
 from distnb.wire.messages import Output
 from tests.support.processes import wait_until
 from tests.support.sessions import started
@@ -52,17 +51,17 @@ def call_often(strategy: Any, fn: Any, *args: Any, calls: int) -> list[Any]:
 
 def test_calls_keep_their_order(strategy: Any) -> None:
     results = call_often(strategy, make_counter(), "ordered", calls=200)
-    assert [int(one) for one in results] == list(range(1, 201))
+    assert [one.result() for one in results] == list(range(1, 201))
 
 
-def test_operators_wait_for_a_result(strategy: Any) -> None:
-    first, second = call_often(strategy, make_counter(), "operated", calls=2)
-    assert (7 - first, divmod(7, second), -second, first + second) == (6, (3, 1), -2, 3)
-    first += second
-    assert first == 3
-    items = strategy.run(lambda: (1, 2), options=NO_WAIT)
-    items += (3,)
-    assert items == (1, 2, 3)
+def test_a_future_can_be_used_by_cells_and_calls(strategy: Any) -> None:
+    def add(future: Any, number: int) -> int:
+        return int(future.result()) + number
+
+    (late,) = call_often(strategy, make_counter(), "passed", calls=1)
+    assert strategy.run(add, args=(late, 4)) == 5
+    tensor = strategy.run(lambda: torch.ones(2) * distnb.replica_id(), options=NO_WAIT)
+    assert strategy.reduce("sum", tensor.result(), axis=None).numpy().tolist() == [1.0, 1.0]
 
 
 def test_a_result_used_late_does_not_reset_modes(strategy: Any) -> None:
@@ -71,7 +70,7 @@ def test_a_result_used_late_does_not_reset_modes(strategy: Any) -> None:
 
     early = strategy.run(use, args=(torch.float64,), options=NO_WAIT)
     strategy.run(use, args=(torch.float32,))
-    assert resolve(early) is None
+    assert early.result() is None
     assert torch.get_default_dtype() is torch.float32
 
 
@@ -86,14 +85,14 @@ def test_a_failed_call_does_not_fail_the_others(strategy: Any) -> None:
         return number
 
     def on_replica_1(result: Any) -> int:
-        return strategy.local_results(resolve(result))[-1]
+        return int(strategy.local_results(result)[-1])
 
     results = call_often(strategy, fails_once, "failing", calls=40)
-    assert [int(one) for one in results[:19]] == list(range(1, 20))
+    assert [one.result() for one in results[:19]] == list(range(1, 20))
     with pytest.raises(KeyError, match="failing"):
-        resolve(results[19])
+        results[19].result()
     # Replica 0 was ordered to end the failed call, perhaps before it had counted it.
-    assert [on_replica_1(one) for one in results[20:]] == list(range(21, 41))
+    assert [on_replica_1(one.result()) for one in results[20:]] == list(range(21, 41))
     assert on_replica_1(strategy.run(fails_once, args=("failing",))) == 41
 
 
@@ -105,7 +104,7 @@ def test_random_numbers_equal_those_of_separate_calls(strategy: Any) -> None:
     expected = [strategy.local_results(strategy.run(draw)) for _ in range(8)]
     after = torch.rand(1)
     torch.manual_seed(7)
-    found = [strategy.local_results(resolve(one)) for one in call_often(strategy, draw, calls=8)]
+    found = [strategy.local_results(one.result()) for one in call_often(strategy, draw, calls=8)]
     assert found == expected
     assert torch.equal(torch.rand(1), after)
     assert len({number for numbers in expected for number in numbers}) == 16
@@ -120,7 +119,7 @@ def test_prints_of_calls_stay_in_order(strategy: Any) -> None:
     unsubscribe = session.events.subscribe(lambda event: received.append(event) if isinstance(event, Output) else None)
     try:
         for one in call_often(strategy, says, calls=30):
-            resolve(one)
+            one.result()
         assert session.flush_events(60)
     finally:
         unsubscribe()
@@ -155,9 +154,9 @@ def test_a_slow_call_does_not_delay_earlier_replies(strategy: Any, tmp_path: Pat
 
     go = tmp_path / "go"
     results = call_often(strategy, third_waits, "slow", str(go), calls=12)
-    assert [int(one) for one in results[:9]] == list(range(1, 10))
+    assert [one.result() for one in results[:9]] == list(range(1, 10))
     go.touch()
-    assert [int(one) for one in results[9:]] == [10, 11, 12]
+    assert [one.result() for one in results[9:]] == [10, 11, 12]
 
 
 def test_an_interrupt_ends_all_calls(strategy: Any, tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_an_interrupt_ends_all_calls(strategy: Any, tmp_path: Path) -> None:
     threading.Timer(0.1, session.interrupt).start()
     for one in results:
         with pytest.raises(KeyboardInterrupt):
-            resolve(one)
+            one.result()
     with pytest.raises(KeyboardInterrupt):
         session.finish_calls()
     assert len(os.listdir(tmp_path)) == 2, "none of the others began"
@@ -196,9 +195,9 @@ def test_a_killed_engine_ends_pending_calls(strategy: Any) -> None:
         return number
 
     with pytest.raises(EngineDied):  # from a result, or from the next call if the engine is already dead
-        [resolve(one) for one in call_often(strategy, dies, "killed", pid, calls=40)]
+        [one.result() for one in call_often(strategy, dies, "killed", pid, calls=40)]
     with contextlib.suppress(EngineDied):  # from calls sent before its end was known
         session.finish_calls()
     session.restart(missing=True)
-    assert [int(one) for one in call_often(strategy, make_counter(), "afterwards", calls=9)] == list(range(1, 10))
+    assert [one.result() for one in call_often(strategy, make_counter(), "afterwards", calls=9)] == list(range(1, 10))
     distnb.stop()  # the cluster has an engine that this test replaced

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from distnb.errors import EngineDied
-from distnb.notebook.handles.pending import DeferredCall, PendingCall
+from distnb.notebook.handles.pending import DeferredCall
 from distnb.objects.modes.environment import cell_began
+from distnb.values import Future
 from tests.support.worlds import DoubleWorld
 
 
@@ -133,7 +134,7 @@ def test_objects_in_closures_of_functions_are_released(world: DoubleWorld) -> No
 def test_an_error_of_a_call_that_was_never_sent_is_raised_at_its_result() -> None:
     tries = []
 
-    def send() -> PendingCall:
+    def send() -> Future:
         tries.append(1)
         raise EngineDied("engine 1 has ended")
 

@@ -20,7 +20,6 @@ import torch
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import EngineDied
 from distnb.notebook import engine_owners
-from distnb.notebook.handles.pending import resolve
 from distnb.notebook.session import Session
 from distnb.options import StrategySpec
 from distnb.wire.channel import Switchboard
@@ -216,7 +215,7 @@ def test_pending_calls_keep_their_original_arguments(world: ClusterWorld) -> Non
     for value in range(10):
         tensor.fill_(value)
         pending.append(session.call(MIRRORED, "run", (ends, (tensor,)), {}, wait=False))
-    assert [resolve(one) for one in pending] == [(float(value), float(value)) for value in range(10)]
+    assert [one.result() for one in pending] == [(float(value), float(value)) for value in range(10)]
 
 
 def test_a_killed_engine_leaves_no_memory_behind() -> None:

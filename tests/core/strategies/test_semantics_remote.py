@@ -227,7 +227,7 @@ def test_a_number_is_read_with_its_current_value(strategy: Any) -> None:
     assert (total.item(), float(total)) == (9.0, 9.0)
     late = strategy.run(count, options=distnb.RunOptions(wait=False))
     strategy.run(count, options=distnb.RunOptions(wait=False))
-    assert numbers(late) == [4.0, 4.0]
+    assert numbers(late.result()) == [4.0, 4.0]
     half = strategy.run(lambda: torch.tensor(0.5, dtype=torch.bfloat16))
     assert [(one.dtype, one.item()) for one in strategy.local_results(half)] == [(torch.bfloat16, 0.5)] * 2
 
