@@ -49,7 +49,10 @@ else:
 """
 
 USES = {
+    "checkpoint": "distnb.Checkpoint()",
     "detached": "distnb.start(1, detach=True)",
+    "estimator": "distnb.estimator",
+    "keras": "distnb.keras",
     "machines": "distnb.start(hosts=['a'])",
     "sharded": "distnb.ShardedStrategy(['cpu:0', 'cpu:1'])",
 }
