@@ -27,7 +27,7 @@ from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 began = time.time()
 shell.run_line_magic("load_ext", "distnb")
-shell.run_cell("import distnb\\ndistnb.start(2, ray=True)").raise_error()
+shell.run_cell("import distnb\\ndistnb.start(2, on=distnb.Ray())").raise_error()
 cell = '''%%distribute mirrored
 import torch, torch.distributed as dist
 x = torch.ones(10)

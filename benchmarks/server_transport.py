@@ -28,7 +28,7 @@ import zmq
 from benchmarks.harness import Target, compare, report, timed
 from distnb.cluster.connection import Keys, make_keys
 from distnb.objects.memory.blocks import bytes_of
-from distnb.servers.variables.client import Servers
+from distnb.servers.variables.client import ServerConnections
 from distnb.servers.variables.server_messages import Address, Create, MakeOptimizer, Pull, Shard, StepOptimizer
 from distnb.servers.variables.storage.service import Service
 
@@ -106,7 +106,7 @@ class Ours(Client):
     """distnb's client."""
 
     def __init__(self, address: Address, keys: Keys, own: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        self._servers = Servers({0: address}, 1, keys)
+        self._servers = ServerConnections({0: address}, 1, keys)
         self._own: dict[Shard, torch.Tensor] = {(number, 1): each for number, each in enumerate(own)}
         self._gradients = dict(zip(self._own, gradients, strict=True))
         module, sgd.__module__ = sgd.__module__, "__main__"  # sent by value

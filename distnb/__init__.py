@@ -20,6 +20,12 @@ _WHERE = {
     "connect": "distnb.notebook.compose",
     "disconnect": "distnb.notebook.compose",
     "Server": "distnb.machines.engine_server",
+    "IPythonParallel": "distnb.machines.transports.ipyparallel_cluster",
+    "MPI": "distnb.machines.transports.mpiexec",
+    "Ray": "distnb.machines.transports.ray_nodes",
+    "SSH": "distnb.machines.transports.ssh",
+    "Servers": "distnb.machines.transports.server_transport",
+    "Slurm": "distnb.machines.transports.srun",
     "Cluster": "distnb.notebook.session:Session",
     "errors": "distnb.errors:",
     "nn": "distnb.strategies.nn:",
@@ -104,6 +110,12 @@ if TYPE_CHECKING:
     from distnb.input.dataset import DistributedIterator as DistributedIterator
     from distnb.input.sources.element_spec import TensorSpec as TensorSpec
     from distnb.machines.engine_server import Server as Server
+    from distnb.machines.transports.ipyparallel_cluster import IPythonParallel as IPythonParallel
+    from distnb.machines.transports.mpiexec import MPI as MPI
+    from distnb.machines.transports.ray_nodes import Ray as Ray
+    from distnb.machines.transports.server_transport import Servers as Servers
+    from distnb.machines.transports.srun import Slurm as Slurm
+    from distnb.machines.transports.ssh import SSH as SSH
     from distnb.notebook.compose import connect as connect
     from distnb.notebook.compose import disconnect as disconnect
     from distnb.notebook.compose import start as start

@@ -1,8 +1,7 @@
 """The plan of a cluster: its engines with their machines and devices, at the start and when the cluster grows.
 
-Engines run on this machine unless a feature finds another place for them in the options of the start. Such a feature
-adds a function to the extension point "places of engines", which returns an `EnginePlace`, or None if the options name
-none of its own. The place makes an `EnginePlan` whose methods reach its machines.
+Engines run on this machine unless the option `on` of the start is an object for other machines. That object returns an
+`EnginePlace`, which makes an `EnginePlan` whose methods reach the machines.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from distnb import features
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import further_devices, plan_devices
 from distnb.cluster.local.capacity import Capacity, check_capacity, this_machine
 from distnb.cluster.local.forking import ThisMachine
 from distnb.cluster.local.launcher import Launcher
 from distnb.cluster.start_options import StartOptions
-from distnb.errors import DistnbError, StartError
+from distnb.errors import DistnbError, OptionError, StartError
 from distnb.topology import WORKER, Device, Task
 
 __all__ = [
@@ -28,6 +26,7 @@ __all__ = [
     "EnginePlan",
     "PlacedEngine",
     "ThisMachinePlace",
+    "check_replicas_per_worker",
     "check_resizable",
     "free_numbers",
     "further_tasks",
@@ -141,15 +140,20 @@ def place_of(options: StartOptions) -> EnginePlace:
 
     Raises:
         OptionError: The options contradict each other.
-        MissingFeatureError: The options name other machines, and no feature reaches them.
     """
-    for find in features.every("places of engines"):
-        place: EnginePlace | None = find(options)
-        if place is not None:
-            return place
-    if other := options.for_other_machines():
-        raise features.missing("{}={!r}".format(*next(iter(other.items()))))
+    if options.on is not None:
+        return options.on.place(options)
+    check_replicas_per_worker(options, options.tasks)
     return ThisMachinePlace()
+
+
+def check_replicas_per_worker(options: StartOptions, tasks: Sequence[Task]) -> None:
+    """Raise OptionError if the number of replicas of each worker is given for a cluster without tasks."""
+    if options.replicas_per_worker is not None and not tasks:
+        raise OptionError(
+            f"replicas_per_worker={options.replicas_per_worker} is for a cluster with parameter servers: give workers "
+            "and ps, too. Engines that are all alike are counted by n, or by the number on each machine."
+        )
 
 
 # -- further engines ---------------------------------------------------------------------------------------------------

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
-from distnb.cluster.resolvers.base import ClusterResolver
 from distnb.cluster.tasks import tasks_of
 from distnb.errors import OptionError
 from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
 from distnb.topology import Device, Task
 
-__all__ = ["DETACHED_HOURS", "ON_DISCONNECT", "StartOptions"]
+if TYPE_CHECKING:
+    from distnb.cluster.engine_plan import EnginePlace
+
+__all__ = ["DETACHED_HOURS", "ON_DISCONNECT", "Elsewhere", "StartOptions"]
 
 ON_DISCONNECT = ("continue", "end")
 """The choices for a program that runs when the notebook ends and the engines stay."""
 
-_FOR_OTHER_MACHINES = (
-    *("hosts", "per_host", "launcher", "interface", "ssh_args", "cluster_resolver", "secret", "launcher_args"),
-    *("ray", "cpus_per_engine", "gpus_per_engine", "spread", "wait", "cluster"),
-)
-
 DETACHED_HOURS = 8.0
 """The usual time limit of engines that stay when the notebook ends."""
+
+
+class Elsewhere(Protocol):
+    """The machines of engines that do not run on this one: the option `on`. A feature has classes for them."""
+
+    def place(self, options: StartOptions) -> EnginePlace:
+        """Return the place of the engines of a start with these options.
+
+        Raises:
+            OptionError: An option does not apply to these machines.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +47,7 @@ class StartOptions:
         data_limit_nbytes: The size `data_limit` in bytes.
 
     Raises:
-        OptionError: The numbers of workers and servers, or the size, are invalid. The place of the engines checks
-            the options for other machines (`distnb.cluster.engine_plan.place_of`).
+        OptionError: The numbers of workers and servers, or the size, are invalid.
     """
 
     n: int | None = None
@@ -49,20 +56,7 @@ class StartOptions:
     ps: int | None = None
     replicas_per_worker: int | None = None
     oversubscribe: bool = False
-    hosts: str | Sequence[str] | None = None
-    per_host: int | None = None
-    launcher: str | None = None
-    interface: str | None = None
-    ssh_args: Sequence[str] = ()
-    cluster_resolver: ClusterResolver | None = None
-    secret: str | os.PathLike[str] | None = None
-    launcher_args: Sequence[str] = ()
-    ray: str | bool | None = None
-    cpus_per_engine: float | None = None
-    gpus_per_engine: float | None = None
-    spread: bool = False
-    wait: float | None = None
-    cluster: Any = None
+    on: Elsewhere | None = None
     detach: bool = False
     name: str | None = None
     hours: float | None = None
@@ -75,12 +69,12 @@ class StartOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", tasks_of(self.workers, self.ps, self.n, self.replicas_per_worker))
         object.__setattr__(self, "data_limit_nbytes", nbytes_of(self.data_limit))
+        if self.on is not None and not callable(getattr(self.on, "place", None)):
+            raise OptionError(
+                f"on={self.on!r}: name other machines by an object, such as distnb.SSH(['a', 'b']), distnb.Slurm() or "
+                "distnb.Ray()."
+            )
         self._check_detached()
-
-    def for_other_machines(self) -> dict[str, Any]:
-        """Return the options that are for engines on other machines, if their values are not the defaults."""
-        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name in _FOR_OTHER_MACHINES}
-        return {name: value for name, value in given.items() if value and value != "local"}
 
     def _check_detached(self) -> None:
         """Check the options of a cluster that stays when the notebook ends."""
@@ -95,11 +89,6 @@ class StartOptions:
         hours = self.hours
         if hours is not None and not (isinstance(hours, int | float) and hours > 0):
             raise OptionError(f"hours={hours!r}: give the hours after which the engines end, or inf for no limit.")
-        if self.detach and not isinstance(self.cluster, str | os.PathLike | None):
-            raise OptionError(
-                f"detach=True is for a process of its own, which cannot use {self.cluster!r}. Name the ipyparallel "
-                "cluster by its profile, or by its ipcontroller-client.json."
-            )
         if self.detach and self.tasks:
             raise OptionError(
                 "detach=True is not for a cluster with parameter servers: its coordinator is the notebook itself. Save "

@@ -94,7 +94,7 @@ class DaemonOptions:
 
     Attributes:
         who: The name of the notebook that starts it.
-        options: The options of the start, without the resolver, which `place` replaces.
+        options: The options of the start, without `on`, which `place` replaces.
         place: The machines of the engines.
     """
 

@@ -90,7 +90,7 @@ class OwnedByDaemon(LastingOwner):
 
 def start(options: StartOptions, place: EnginePlace, on_progress: Callable[[str], None]) -> OwnedByDaemon:
     """Start the daemon of a detached cluster, have it plan the cluster, and print the notices about that."""
-    without_resolver = dataclasses.replace(options, cluster_resolver=None)
+    without_resolver = dataclasses.replace(options, on=None)
     client = start_daemon(DaemonOptions(who=notebook_name(), options=without_resolver, place=place))
     try:
         client.plan(on_progress)

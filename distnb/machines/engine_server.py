@@ -47,7 +47,7 @@ _CHUNK = 1 << 16
 
 
 class Server:
-    """A task of a cluster that waits for its coordinator: a notebook that calls `distnb.start(cluster_resolver=…)`.
+    """A task of a cluster that waits for its coordinator: a notebook that calls `distnb.start(on=distnb.Servers(…))`.
 
     A server listens only on its task's address in the cluster, and serves requests in a thread. Each engine that the
     coordinator requests is a separate process. So one process, even the coordinator's own, can contain all servers of a
@@ -96,7 +96,7 @@ class Server:
             raise OptionError(
                 f"{self._who} of a cluster with parameter servers has no engine, so it needs no server. Run its "
                 "program there. The chief's program creates a ParameterServerStrategy, or calls "
-                "distnb.start(cluster_resolver=…)."
+                "distnb.start(on=distnb.Servers(…))."
             )
         addresses = [spec.task_address(job, index) for job in spec.jobs for index in spec.task_indices(job)]
         keys = read_secret(secret_path(secret, addresses))

@@ -2,6 +2,6 @@
 
 from distnb.features import add
 
-add("places of engines", "other machines", "distnb.machines.host_plan:find_place")
+add("options of %distnb start", "other machines", "distnb.machines.start_line")
 add("session parts", "other machines", "distnb.machines.users_code.preparation:Preparation")
 add("commands", "worker", "distnb.machines.server_command:WORKER")

@@ -55,11 +55,11 @@ def _further_hosts(
             for host in new:
                 transport.release(host)
             raise
-    if tasks and machines.launcher == "server":
+    if tasks and machines.has_fixed_tasks:
         raise StartError(
             "A cluster whose workers and parameter servers are processes of `distnb worker`, each at an address of its "
             "own, cannot gain workers. Add the worker to the cluster_resolver, and start the cluster again; or start "
-            "workers by ssh (hosts=[…], workers=…, ps=…), which can gain more."
+            "workers by ssh (on=distnb.SSH([…]), workers=…, ps=…), which can gain more."
         )
     transport.prepare(machines.hosts, on_progress)
     found = probe(machines.hosts, transport, on_progress)
@@ -78,7 +78,7 @@ def _further_hosts(
                 f"No machine has room for {size} further engine{'s' * (size > 1)}: {full}. "
                 + (
                     "The Slurm allocation is full: get a larger one, and start the cluster again there."
-                    if machines.launcher == "slurm"
+                    if machines.has_fixed_room
                     else "A cluster that was started with oversubscribe=True lets engines share devices."
                 )
             )
@@ -96,4 +96,4 @@ def _room(plan: HostPlan, machines: HostOptions, host: str, gpus: int) -> int | 
     kinds = {device.type for device, its in zip(plan.devices, plan.hosts, strict=True) if its == host}
     if gpus and kinds != {"cpu"}:
         return gpus
-    return machines.without_gpus.get(host) if machines.launcher == "slurm" else None
+    return machines.without_gpus.get(host) if machines.has_fixed_room else None

@@ -15,11 +15,10 @@ from distnb.cluster.start_options import StartOptions
 from distnb.errors import DistnbError
 from distnb.machines.base import Found, Hosts, Transport, probe
 from distnb.machines.further_engines import place_further
-from distnb.machines.hosts import HostOptions, read_host_options
-from distnb.machines.users_code.sent_folders import read_folders
+from distnb.machines.hosts import HostOptions, Way
 from distnb.topology import WORKER, Device
 
-__all__ = ["HostPlan", "OtherMachines", "find_place", "make_plan"]
+__all__ = ["HostPlan", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,32 +48,17 @@ class HostPlan(EnginePlan):
         self.transport.close()
 
 
-@dataclass(frozen=True)
-class OtherMachines:
-    """The place of engines on other machines, and the notebook's folders that are sent there."""
-
-    machines: HostOptions
-    folders: tuple[str, ...]
-
-    def plan(self, options: StartOptions, on_progress: Callable[[str], None]) -> HostPlan:
-        """Return the plan of the engines."""
-        return replace(make_plan(options, self.machines, on_progress), folders=self.folders)
-
-
-def find_place(options: StartOptions) -> OtherMachines | None:
-    """Return the place of the engines if the options name other machines; None for this machine."""
-    machines = read_host_options(options)
-    return None if machines is None else OtherMachines(machines, read_folders(options.sync))
-
-
 def make_plan(
-    options: StartOptions, machines: HostOptions, on_progress: Callable[[str], None] = lambda text: None
+    options: StartOptions,
+    machines: HostOptions,
+    way: Way,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> HostPlan:
     """Return the plan of a cluster on other machines, after querying their devices.
 
     Workers get devices like engines without tasks. A server computes on the CPU.
     """
-    transport = machines.transport()
+    transport = way.open()
     try:
         return replace(_plan(options, machines, transport, on_progress), options=options)
     except BaseException:
@@ -90,18 +74,16 @@ def _plan(
     address = listening_address(map(transport.network_name, machines.hosts), machines.interface)
     found = probe(machines.hosts, transport, on_progress)
     packages = {host: each.packages for host, each in found.items()}
-    if machines.tasks or machines.ipyparallel is not None:
+    if machines.tasks or machines.one_each:
         plan = _plan_tasks(machines, found, devices, transport, address, oversubscribe=oversubscribe)
         return replace(plan, packages=packages)
     hosts: list[str] = []
     planned: list[Device] = []
     notices: list[str] = []
     for host, (gpus, capacity, _) in found.items():
-        count = machines.per_host
-        if not isinstance(count, int):
-            # If devices are named, a resolver's number of GPUs is ignored.
-            known = (count or {}).get(host) or (None if gpus else machines.without_gpus.get(host))
-            count = known if devices is None else None
+        count = machines.per_host if isinstance(machines.per_host, int | None) else machines.per_host.get(host)
+        if count is None and devices is None:
+            count = machines.accelerators.get(host) or (None if gpus else machines.without_gpus.get(host))
         try:
             there = plan_devices(count, devices, oversubscribe=oversubscribe, gpus=gpus)
             notices += check_capacity(len(there), capacity, host, oversubscribe=oversubscribe)

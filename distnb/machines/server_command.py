@@ -19,7 +19,7 @@ __all__ = ["WORKER"]
 
 _TEXT = """\
 TF_CONFIG describes the cluster and this machine's task in it. The server listens on that task's address and waits for
-a notebook that calls distnb.start(cluster_resolver=…). It runs the engines that the notebook requests. SIGTERM or
+a notebook that calls distnb.start(on=distnb.Servers(…)). It runs the engines that the notebook requests. SIGTERM or
 Ctrl-C ends the server and its engines.
 
 Notebook and servers authenticate with a secret file, the same on all machines and readable only by you:

@@ -13,12 +13,6 @@ from typing import TYPE_CHECKING, Any
 from distnb import features
 from distnb.cluster import tpu_chips
 from distnb.cluster.devices import available_gpus, plan_devices
-from distnb.cluster.resolvers import (
-    ClusterResolver,
-    KubernetesClusterResolver,
-    SlurmClusterResolver,
-    TFConfigClusterResolver,
-)
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import NoClusterError, OptionError, closest
 from distnb.magics.cell_history import HEADER
@@ -48,11 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ClusterMagic"]
 
-_RESOLVERS: dict[str, Callable[[], ClusterResolver]] = {
-    "slurm": SlurmClusterResolver,
-    "tfconfig": TFConfigClusterResolver,
-    "kubernetes": KubernetesClusterResolver,
-}
 _ANY = StrategySpec(kind="mirrored")
 _PROGRESS = 300  # the most characters of a line of progress, which may name every engine
 
@@ -114,9 +103,9 @@ class ClusterMagic:
     def start(self, found: Namespace) -> None:
         """Run `%distnb start [-n N | --workers N --ps N] [--devices …] [--oversubscribe] [--hosts a,b …] …`."""
         given = vars(found)
-        word = given.pop("resolver")
-        resolver = None if word is None else self._resolver(word)
-        self._start(StartOptions(cluster_resolver=resolver, **given))
+        read = [each.read_options(given, self._shell.user_ns) for each in features.every("options of %distnb start")]
+        on = next((machines for machines in read if machines is not None), None)
+        self._start(StartOptions(on=on, **given))
 
     def _start(self, options: StartOptions) -> Session:
         with _progress(self._shell) as show:
@@ -345,19 +334,6 @@ class ClusterMagic:
         self._shell.display_pub.publish({"image/png": picture.getvalue(), "text/plain": text})
 
     # -- pieces ----------------------------------------------------------------------------------------------------
-
-    def _resolver(self, word: str) -> ClusterResolver:
-        if word in _RESOLVERS:
-            return _RESOLVERS[word]()
-        found = self._shell.user_ns.get(word)
-        if isinstance(found, ClusterResolver):
-            return found
-        known = ", ".join(_RESOLVERS)
-        what = f"{word} is a {type(found).__name__}" if word in self._shell.user_ns else f"there is no {word}"
-        raise OptionError(
-            f"%distnb start --resolver {word}: {what}{closest(word, _RESOLVERS)}. Name one of {known}, or a variable "
-            "of the notebook that is a ClusterResolver."
-        )
 
     def _table(self, header: tuple[str, ...], rows: Sequence[tuple[Any, ...]], numeric: tuple[str, ...] = ()) -> None:
         cells = [tuple(map(str, row)) for row in [header, *rows]]

@@ -7,6 +7,7 @@ import shlex
 from functools import partial
 from typing import NoReturn
 
+from distnb import features
 from distnb.cluster.start_options import ON_DISCONNECT
 from distnb.errors import OptionError, closest
 from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
@@ -168,33 +169,8 @@ def _start(parser: LineParser) -> None:
         action="store_true",
         help="allow several engines per device, and more engines than the machine can hold",
     )
-    add("--hosts", metavar="A,B", help="machines to reach by ssh (default: this machine)")
-    add("--per-host", metavar="N", type=_count, help="number of engines on each machine")
-    add("--interface", metavar="NAME", help="network interface towards the machines, such as eth0")
-    add("--ssh-args", metavar="TEXT", default="", type=shlex.split, help='arguments for ssh: "-p 2222"')
-    add("--launcher", metavar="WORD", help="launcher of the engines: ssh, slurm, mpi, or server")
-    add("--launcher-args", metavar="TEXT", default="", type=shlex.split, help="arguments for srun or mpiexec")
-    add(
-        "--ray",
-        metavar="ADDRESS",
-        nargs="?",
-        const="auto",
-        help="run the engines on a Ray cluster (default: the one of this machine)",
-    )
-    add("--cpus-per-engine", metavar="N", type=float, help="CPUs that Ray reserves per engine (default: 1)")
-    add("--gpus-per-engine", metavar="N", type=float, help="GPUs per engine on Ray (default: 1 if there are any)")
-    add("--spread", action="store_true", help="let Ray put the engines on as many nodes as possible")
-    add("--wait", metavar="SECONDS", type=float, help="time to wait for Ray's autoscaler, or for ipyparallel's engines")
-    add(
-        "--ipyparallel",
-        metavar="PROFILE_OR_FILE",
-        dest="cluster",
-        nargs="?",
-        const="default",
-        help="run an engine next to each engine of an ipyparallel cluster (default: of the profile `default`)",
-    )
-    add("--resolver", metavar="WORD", help="source of the machines' names: slurm, tfconfig, kubernetes, or a variable")
-    add("--secret", metavar="FILE", help="file with the secret of the waiting servers")
+    for extension in features.every("options of %distnb start"):
+        extension.add_options(add)
     add("--detach", action="store_true", help="let the engines stay when the notebook ends: %%distnb connect")
     add("--name", metavar="NAME", help="name of a detached cluster (default: cluster-1, cluster-2, …)")
     add("--hours", metavar="H", type=float, help="time limit of a detached cluster (default: 8; inf for none)")

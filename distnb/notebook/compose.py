@@ -14,10 +14,7 @@ from distnb.notebook.views.front_end import FrontEnd
 from distnb.options import DATA_LIMIT_NBYTES
 
 if TYPE_CHECKING:
-    import ipyparallel
-
-    from distnb.cluster.resolvers.base import ClusterResolver
-    from distnb.cluster.start_options import StartOptions
+    from distnb.cluster.start_options import Elsewhere, StartOptions
     from distnb.notebook.session import Session
     from distnb.notebook.views.runs import History
     from distnb.topology import Device
@@ -118,24 +115,11 @@ def start(
     n: int | None = None,
     devices: str | Sequence[str | Device] | None = None,
     *,
+    on: Elsewhere | None = None,
     workers: int | None = None,
     ps: int | None = None,
     replicas_per_worker: int | None = None,
     oversubscribe: bool = False,
-    hosts: str | Sequence[str] | None = None,
-    per_host: int | None = None,
-    launcher: str | None = None,
-    interface: str | None = None,
-    ssh_args: Sequence[str] = (),
-    cluster_resolver: ClusterResolver | None = None,
-    secret: str | os.PathLike[str] | None = None,
-    launcher_args: Sequence[str] = (),
-    ray: str | bool | None = None,
-    cpus_per_engine: float | None = None,
-    gpus_per_engine: float | None = None,
-    spread: bool = False,
-    wait: float | None = None,
-    cluster: str | os.PathLike[str] | ipyparallel.Cluster | ipyparallel.Client | None = None,
     detach: bool = False,
     name: str | None = None,
     hours: float | None = None,
@@ -155,48 +139,19 @@ def start(
 
     Args:
         n: The number of engines. By default one per GPU, or two on the CPU without GPUs.
-        devices: The engines' devices, as a sequence or as text with commas ("cuda:0,cuda:1"). With `hosts`, the devices
-            of each host.
+        devices: The engines' devices, as a sequence or as text with commas ("cuda:0,cuda:1"). With `on`, the devices of
+            each machine.
+        on: The other machines that run the engines: `distnb.SSH([…])`, `distnb.Slurm()`, `distnb.MPI([…])`,
+            `distnb.Servers(…)`, `distnb.Ray()` or `distnb.IPythonParallel(…)`. None for this machine.
         workers, ps: The numbers of workers and of parameter servers for a ParameterServerStrategy, in place of `n`.
             Workers compute, and parameter servers keep the variables, on the CPU. The workers are the first engines.
-            With `hosts`, the workers are assigned to the machines in turn, beginning with the first machine, and then
+            With `on`, the workers are assigned to the machines in turn, beginning with the first machine, and then
             the servers in the same way.
         replicas_per_worker: The number of engines, and of devices, of each worker. None for one, or for the number of
-            accelerators that `cluster_resolver` reports.
+            accelerators that a cluster resolver in `on` reports.
         oversubscribe: Whether several engines may share one device, and whether a machine may have more engines than it
             can hold: more than eight and more than two per core, or more than fit in its memory. The limit of the
             machine's administrator (DISTNB_MAX_ENGINES, /etc/distnb/max_engines) applies in any case.
-        hosts: The machines that run the engines, as the launcher names them. None for this machine, or with
-            launcher="slurm" for all nodes of the allocation.
-        per_host: The number of engines on each host. By default one per GPU, or two on the CPU without GPUs, or the
-            number of tasks requested from Slurm.
-        launcher: "local", "ssh", "slurm" (srun), "mpi" (mpiexec) or "server". By default the other arguments decide.
-        interface: The network interface, or the address, at which this machine listens for the hosts. None for the
-            interface that leads to them.
-        ssh_args: More arguments for ssh.
-        cluster_resolver: The resolver that names the cluster's chief and workers, in place of `hosts`. Each of these
-            runs a `distnb.Server`, unless `launcher` names another way to reach them; the tasks of a
-            SlurmClusterResolver are reached by srun. The resolver's numbers of accelerators determine the numbers of
-            engines. With ps tasks, each worker and each ps is a server (or a machine, for other launchers) at its own
-            address, and this process is the chief: it is the coordinator, and does not listen at an address. The start
-            waits for servers that do not listen yet, for 60 seconds or the seconds in the environment variable
-            DISTNB_START_TIMEOUT.
-        secret: The secret file (mode 0600), which the servers have too. None for the file that the environment variable
-            DISTNB_SECRET_FILE names. Without that variable, if all servers listen on loopback, the user's own secret
-            file is used.
-        launcher_args: More arguments for srun or mpiexec.
-        ray: True for engines on the Ray cluster of this machine, or the cluster's address, such as "10.0.0.5:6379".
-            This process must run on a node of the cluster or in its network. Ray reserves resources for each engine in
-            one placement group, and frees them when the session or this process ends.
-        cpus_per_engine, gpus_per_engine: The resources that Ray reserves for each engine. By default one CPU and, if
-            the cluster has GPUs, one GPU.
-        spread: Whether Ray puts the engines on as many nodes as possible instead of as few as possible.
-        wait: The time in seconds to wait for Ray's autoscaler to add nodes, or for ipyparallel engines that are in a
-            queue or busy.
-        cluster: An ipyparallel cluster whose machines run the engines, one next to each ipyparallel engine: an
-            `ipyparallel.Cluster` or `Client`, the name of an IPython profile, or the path of the cluster's
-            ipcontroller-client.json. With `n`, or `workers` and `ps`, only the first ipyparallel engines. They remain
-            usable. This process must reach their machines by TCP, and they must reach this one.
         detach: Whether the engines stay when this process ends, until `distnb.stop()`, `distnb stop NAME` in a
             terminal, or their time limit. `distnb.connect` continues with them. Not for parameter servers.
         name: The name of a detached cluster. None for "cluster-1", "cluster-2", …
@@ -223,7 +178,7 @@ def start(
     Example:
         >>> import distnb
         >>> cluster = distnb.start(2)       # doctest: +SKIP
-        >>> cluster = distnb.start(hosts=["gpu1", "gpu2"], per_host=4)       # doctest: +SKIP
+        >>> cluster = distnb.start(8, on=distnb.SSH(["gpu1", "gpu2"]))       # doctest: +SKIP
         >>> distnb.stop()                   # doctest: +SKIP
     """
     from distnb.cluster.start_options import StartOptions
@@ -231,24 +186,11 @@ def start(
     options = StartOptions(
         n=n,
         devices=devices,
+        on=on,
         workers=workers,
         ps=ps,
         replicas_per_worker=replicas_per_worker,
         oversubscribe=oversubscribe,
-        hosts=hosts,
-        per_host=per_host,
-        launcher=launcher,
-        interface=interface,
-        ssh_args=ssh_args,
-        cluster_resolver=cluster_resolver,
-        secret=secret,
-        launcher_args=launcher_args,
-        ray=ray or None,
-        cpus_per_engine=cpus_per_engine,
-        gpus_per_engine=gpus_per_engine,
-        spread=spread,
-        wait=wait,
-        cluster=cluster,
         detach=detach,
         name=name,
         hours=hours,

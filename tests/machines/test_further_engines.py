@@ -116,7 +116,7 @@ def test_engines_on_gpus_get_one_each(gpus: dict[str, int]) -> None:
 
 def test_a_full_slurm_allocation_is_an_error(gpus: dict[str, int]) -> None:
     there = placed(("a", "cpu:0"), ("b", "cpu:0"))
-    full = plan(there, FakeTransport(), launcher="slurm", without_gpus={"a": 1, "b": 2})
+    full = plan(there, FakeTransport(), has_fixed_room=True, without_gpus={"a": 1, "b": 2})
     found, _ = full.place_further(there, 1)
     assert places(found) == [(2, "b", "cpu:1")]
     with pytest.raises(StartError, match="The Slurm allocation is full: get a larger one"):
@@ -130,7 +130,7 @@ def test_workers_go_to_the_machines_in_turn(gpus: dict[str, int]) -> None:
     assert places(found) == [(3, "b", "cpu:0"), (4, "b", "cpu:1"), (5, "a", "cpu:2"), (6, "a", "cpu:3")]
     assert [str(each.task) for each in found] == ["worker 1", "worker 1", "worker 2", "worker 2"]
     with pytest.raises(StartError, match="each at an address of its own, cannot gain workers"):
-        plan(there, FakeTransport(), launcher="server").place_further(there, 1)
+        plan(there, FakeTransport(), has_fixed_tasks=True).place_further(there, 1)
 
 
 def test_reserved_hosts_are_released_if_they_do_not_suffice(

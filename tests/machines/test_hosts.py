@@ -16,7 +16,7 @@ import pytest
 
 import distnb
 from distnb.cluster.connection import Connection, Keys, make_keys
-from distnb.cluster.engine_plan import ThisMachinePlace
+from distnb.cluster.engine_plan import ThisMachinePlace, place_of
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.launcher import EngineOrder
 from distnb.cluster.local.processes import Processes
@@ -29,11 +29,15 @@ from distnb.errors import OptionError, StartError
 from distnb.machines.base import Found, Hosts, Transport, probe
 from distnb.machines.heartbeat import heartbeat
 from distnb.machines.host_plan import make_plan
-from distnb.machines.hosts import HostOptions, read_host_options
+from distnb.machines.hosts import HostOptions, Way
 from distnb.machines.node_agent import Assignment
-from distnb.machines.transports.mpiexec import MPI
-from distnb.machines.transports.ray_nodes import RayOptions
-from distnb.machines.transports.srun import Slurm
+from distnb.machines.other_machines import OtherMachines
+from distnb.machines.start_line import read_options
+from distnb.machines.transports.mpiexec import MPI, MpiexecTransport
+from distnb.machines.transports.ray_nodes import Ray, RayNodes
+from distnb.machines.transports.server_transport import Servers, ServerTransport
+from distnb.machines.transports.srun import Slurm, SrunTransport
+from distnb.machines.transports.ssh import SSH, SSHTransport
 from distnb.magics.commands import COMMANDS
 from distnb.options import nbytes_of
 from distnb.topology import Device, Team
@@ -50,30 +54,47 @@ CONNECTION = Connection(
 )
 
 
-def read_options(**given: Any) -> HostOptions | None:
-    return read_host_options(StartOptions(**given))
+def hosts_of(on: OtherMachines, **given: Any) -> HostOptions:
+    return on.find_hosts(StartOptions(on=on, **given))
 
 
-def test_options_are_parsed() -> None:
-    assert read_options() is None
-    assert read_options(launcher="local", n=2) is None
-    read = read_options(hosts="a, me@b", per_host=2, interface="eth0", ssh_args=["-p", "22"])
-    assert read == HostOptions(hosts=("a", "me@b"), per_host=2, interface="eth0", arguments=("-p", "22"))
-    assert read_options(hosts=["a"], launcher="ssh") == HostOptions(hosts=("a",))
-    read = read_options(hosts=["a"], launcher="mpi", launcher_args=["--mca", "x", "y"])
-    assert read == HostOptions(hosts=("a",), arguments=("--mca", "x", "y"), launcher="mpi")
+def read_line(text: str, **user_ns: Any) -> OtherMachines | None:
+    return read_options(vars(COMMANDS["start"].read(text)), user_ns)
+
+
+def test_named_machines() -> None:
+    on = SSH("a, me@b", 2, interface="eth0", arguments=["-p", "22"])
+    assert hosts_of(on) == HostOptions(hosts=("a", "me@b"), per_host=2, interface="eth0")
+    assert on.way(hosts_of(on)) == Way(SSHTransport, (("-p", "22"),))
+    assert hosts_of(SSH(["a"])) == HostOptions(hosts=("a",))
+    mpi = MPI(["a"], arguments=["--mca", "x", "y"])
+    assert mpi.way(hosts_of(mpi)) == Way(MpiexecTransport, (("--mca", "x", "y"),))
+
+
+def test_the_number_of_engines_on_each_machine() -> None:
+    assert hosts_of(SSH(["a:4", "me@b:2"])).per_host == {"a": 4, "me@b": 2}
+    assert hosts_of(SSH("a:4,b")) == HostOptions(hosts=("a", "b"), per_host={"a": 4})
+    assert hosts_of(SSH(["fe80::1"])).hosts == ("fe80::1",)
+    assert hosts_of(SSH(["a", "b", "c"]), n=5).per_host == {"a": 2, "b": 2, "c": 1}
+    assert hosts_of(SSH(["a:4", "b:4"]), n=8).per_host == {"a": 4, "b": 4}
+    assert hosts_of(SSH(["a", "b"], 4), n=8).per_host == {"a": 4, "b": 4}
+    for on in (SSH(["a:4", "b:4"]), SSH(["a:4", "b"]), SSH(["a", "b"], 3)):
+        with pytest.raises(OptionError, match="n=7, but the machines have other numbers of engines"):
+            hosts_of(on, n=7)
+    with pytest.raises(OptionError, match="n=1 for 2 machines, a, b"):
+        hosts_of(SSH(["a", "b"]), n=1)
 
 
 def test_a_resolver_names_machines(tmp_path: Path) -> None:
     tasks = {"a": 2, "b": 1}
-    read = read_options(launcher="ssh", cluster_resolver=WORKERS)
-    assert read == HostOptions(hosts=("a", "b"), per_host={"a": 4, "b": 2}, without_gpus=tasks)
-    read = read_options(launcher="mpi", cluster_resolver=SimpleClusterResolver(WORKERS.cluster_spec()), per_host=3)
-    assert read == HostOptions(hosts=("a", "b"), per_host=3, launcher="mpi", without_gpus=tasks)
+    found = hosts_of(SSH(WORKERS))
+    assert found == HostOptions(hosts=("a", "b"), accelerators={"a": 4, "b": 2}, without_gpus=tasks)
+    found = hosts_of(MPI(SimpleClusterResolver(WORKERS.cluster_spec()), 3))
+    assert found == HostOptions(hosts=("a", "b"), per_host=3, without_gpus=tasks)
     secret = tmp_path / "secret"
-    read = read_options(cluster_resolver=WORKERS, secret=secret)
-    servers = ("a:1", "a:2", "b:1")
-    assert read == HostOptions(hosts=servers, per_host=dict.fromkeys(servers, 2), launcher="server", secret=secret)
+    on, servers = Servers(WORKERS, secret=secret), ("a:1", "a:2", "b:1")
+    assert hosts_of(on) == HostOptions(hosts=servers, accelerators=dict.fromkeys(servers, 2))
+    assert on.way(hosts_of(on)) == Way(ServerTransport, (secret, {}))
 
 
 ALLOCATION = {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "TASKS_PER_NODE": "3(x2)"}
@@ -82,17 +103,19 @@ ALLOCATION = {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "TASKS_PER_NODE": "3(x2)"
 def test_an_allocation_names_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ALLOCATION.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert read_options(launcher="slurm") == HostOptions(hosts=("n1", "n2"), launcher="slurm")
-    read = read_options(hosts="n2", launcher="slurm", launcher_args=["--exclusive"], per_host=1)
-    assert read == HostOptions(hosts=("n2",), per_host=1, arguments=("--exclusive",), launcher="slurm")
+    nodes = HostOptions(hosts=("n1", "n2"), has_fixed_room=True)
+    assert hosts_of(Slurm()) == nodes
+    on = Slurm("n2", 1, arguments=["--exclusive"])
+    assert hosts_of(on) == dataclasses.replace(nodes, hosts=("n2",), per_host=1)
+    assert on.way(hosts_of(on)) == Way(SrunTransport, (("--exclusive",),))
     with pytest.raises(OptionError, match=r"'n3' is not a node of this Slurm allocation\. Its nodes are n1, n2"):
-        read_options(hosts="n3", launcher="slurm")
+        Slurm("n3")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "3")  # set by the user, unlike salloc's own variables
-    tasks = {"n1": 3, "n2": 3}
-    assert read_options(launcher="slurm") == HostOptions(hosts=("n1", "n2"), launcher="slurm", without_gpus=tasks)
+    nodes = dataclasses.replace(nodes, without_gpus={"n1": 3, "n2": 3})
+    assert hosts_of(Slurm()) == nodes
     # The notebook is no task of a step, and its GPUs are not cut.
-    read = read_options(cluster_resolver=SlurmClusterResolver(gpus_per_task=2))
-    assert read == HostOptions(hosts=("n1", "n2"), per_host={"n1": 6, "n2": 6}, launcher="slurm", without_gpus=tasks)
+    found = hosts_of(Slurm(SlurmClusterResolver(gpus_per_task=2)))
+    assert found == dataclasses.replace(nodes, accelerators={"n1": 6, "n2": 6})
 
 
 def test_srun_does_not_inherit_the_variables_of_the_notebooks_step(
@@ -100,7 +123,7 @@ def test_srun_does_not_inherit_the_variables_of_the_notebooks_step(
 ) -> None:
     for name in ("JOB_ID", "NTASKS", "CPU_BIND", "PROCID", "CONF"):
         monkeypatch.setenv(f"SLURM_{name}", "1")
-    names = {name for name in Slurm().environment(tmp_path) if name.startswith("SLURM_")}
+    names = {name for name in SrunTransport().environment(tmp_path) if name.startswith("SLURM_")}
     assert names == {"SLURM_JOB_ID", "SLURM_CONF"}
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("TF_CONFIG", "{}")
@@ -128,14 +151,14 @@ def test_engines_are_distributed_over_machines(monkeypatch: pytest.MonkeyPatch) 
     notices: list[str] = []
 
     def engines(devices: str | None = None, **words: Any) -> dict[str, int]:
-        plan = make_plan(StartOptions(devices=devices), HostOptions(hosts=("a", "b"), **words))
+        plan = make_plan(StartOptions(devices=devices), HostOptions(hosts=("a", "b"), **words), Way(SSHTransport))
         notices[:] = plan.notices
         assert plan.packages == {"a": {"numpy": "2.1"}, "b": {}}
         return dict(Counter(plan.hosts))
 
     assert engines() == {"a": 4, "b": 2}
     assert engines(without_gpus={"a": 1, "b": 1}) == {"a": 4, "b": 1}
-    assert engines(per_host={"a": 2}) == {"a": 2, "b": 2}
+    assert engines(per_host={"a": 2}) == engines(accelerators={"a": 2}) == {"a": 2, "b": 2}
     assert engines(devices="cpu:0", without_gpus={"a": 3, "b": 3}) == {"a": 1, "b": 1}
     assert notices == []
     assert engines(without_gpus={"b": 3}) == {"a": 4, "b": 3}
@@ -146,58 +169,89 @@ def test_engines_are_distributed_over_machines(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("make", "text"),
     [
-        ({"per_host": 2}, "per_host=2 is for engines on other machines"),
-        ({"interface": "eth0"}, "interface='eth0' is for"),
-        ({"launcher": "ssh"}, "launcher='ssh' is for"),
-        ({"ssh_args": ["-v"]}, "is for engines on other machines"),
-        ({"launcher": "mpi"}, "launcher='mpi' is for"),
-        ({"launcher": "slurm"}, "runs in none .* `salloc --no-kill --nodes=2 jupyter lab`"),
-        ({"cluster_resolver": SlurmClusterResolver()}, "needs an allocation, but this process runs in none"),
-        ({"launcher": "pbs", "hosts": ["a"]}, "'mpi' or 'ssh' with its machines as hosts"),
-        ({"launcher": "rsh", "hosts": ["a"]}, "The launchers are 'local', 'ssh', 'slurm', 'mpi', 'server'"),
-        ({"launcher": "slurm", "ssh_args": ["-v"]}, "does not apply to launcher='slurm', which takes hosts and .* and"),
-        ({"hosts": ["a"], "launcher_args": ["-v"]}, "does not apply to launcher='ssh'"),
-        ({"hosts": ["a"], "secret": "s"}, "secret='s' does not apply to launcher='ssh'"),
-        ({"hosts": ["a"], "cluster_resolver": WORKERS}, "cannot be combined with cluster_resolver"),
-        ({"launcher": "server"}, "by cluster_resolver"),
-        ({"cluster_resolver": {"worker": ["a:1"]}}, "cluster_resolver=.* is not a resolver. Give an object"),
-        ({"launcher": "local", "cluster_resolver": WORKERS}, "Leave one out"),
-        ({"n": 2, "cluster_resolver": WORKERS}, "n=2 is for engines on this machine"),
-        ({"launcher": "ssh", "cluster_resolver": SimpleClusterResolver({"ps": ["a:1"]})}, "has no worker"),
-        ({"hosts": ["a,b"]}, "is not the name of a machine"),
-        ({"launcher": "local", "hosts": ["a"]}, "Leave one out"),
-        ({"hosts": ["a"], "n": 2}, "per machine by per_host"),
-        ({"hosts": ["a"], "per_host": 0}, "per_host=0: give a whole number"),
-        ({"hosts": ["a"], "per_host": "2"}, "per_host='2': give a whole number"),
-        ({"hosts": []}, "hosts is empty"),
-        ({"hosts": ["-oProxyCommand=x"]}, "is not the name of a machine"),
-        ({"hosts": ["a b"]}, "is not the name of a machine"),
-        ({"hosts": ["a", "b", "a"]}, "more than once"),
-        ({"hosts": ["a"], "ssh_args": "-v"}, "give a list of words"),
-        ({"ray": True, "n": 2, "hosts": ["a"]}, r"hosts=\['a'\] does not apply to engines on a Ray cluster"),
-        ({"ray": True, "n": 2, "launcher": "ssh"}, "launcher='ssh' and ray=True contradict each other"),
-        ({"ray": True, "workers": 2, "ps": 1, "replicas_per_worker": 2}, "replicas_per_worker=2 does not apply"),
-        ({"ray": True, "n": 2, "cpus_per_engine": -1}, "cpus_per_engine=-1: give a number, 0 or more"),
-        ({"ray": "local", "n": 2}, "'local' is not an address. Write host:port"),
-        ({"n": 2, "gpus_per_engine": 1}, "gpus_per_engine=1 is for engines on a Ray cluster. Give ray=True"),
-        ({"n": 2, "spread": True}, "spread=True is for engines on a Ray cluster"),
+        (lambda: Slurm(), "runs in none .* `salloc --no-kill --nodes=2 jupyter lab`"),
+        (lambda: Servers({"worker": ["a:1"]}), "is not a resolver. Give an object"),
+        (lambda: hosts_of(SSH(SimpleClusterResolver({"ps": ["a:1"]}))), "has no worker"),
+        (lambda: SSH(["a,b"]), "is not the name of a machine"),
+        (lambda: SSH(["a"], 0), "per_host=0: give a whole number"),
+        (lambda: SSH(["a"], "2"), "per_host='2': give a whole number"),
+        (lambda: SSH(["a:0"]), "the number in 'a:0'=0: give a whole number"),
+        (lambda: SSH(["a:2"], 2), "both give numbers of engines"),
+        (lambda: hosts_of(SSH(["a"]), n=0), "n=0: give a whole number"),
+        (lambda: SSH([]), "machines is empty"),
+        (lambda: SSH(["-oProxyCommand=x"]), "is not the name of a machine"),
+        (lambda: SSH(["a b"]), "is not the name of a machine"),
+        (lambda: SSH(["a", "b", "a"]), "more than once"),
+        (lambda: SSH(["a"], arguments="-v"), "give a list of words"),
+        (lambda: hosts_of(Ray(), workers=2, ps=1, replicas_per_worker=2), "replicas_per_worker=2 does not apply"),
+        (lambda: Ray(cpus_per_engine=-1), "cpus_per_engine=-1: give a number, 0 or more"),
+        (lambda: Ray("local"), "'local' is not an address. Write host:port"),
+        (lambda: StartOptions(on="ssh"), r"on='ssh': name other machines by an object, such as distnb.SSH"),
+        (lambda: SSH(["a"]).place(StartOptions(replicas_per_worker=2)), "is for a cluster with parameter servers"),
+        (lambda: place_of(StartOptions(replicas_per_worker=2)), "is for a cluster with parameter servers"),
     ],
 )
-def test_invalid_options_are_refused(given: dict[str, Any], text: str) -> None:
+def test_invalid_machines_are_refused(make: Any, text: str) -> None:
     with pytest.raises(OptionError, match=text):
-        read_options(**given)
+        make()
+
+
+def test_a_line_describes_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_line("") is None
+    assert read_line("--launcher local -n 2") is None
+    assert read_line('--hosts a,b:2 --interface eth0 --ssh-args "-p 22"') == SSH(
+        "a,b:2", interface="eth0", arguments=["-p", "22"]
+    )
+    assert read_line("--hosts a --launcher mpi --per-host 2") == MPI("a", 2)
+    assert read_line("--resolver w --launcher ssh", w=WORKERS) == SSH(WORKERS)
+    assert read_line("--resolver w --secret s", w=WORKERS) == Servers(WORKERS, secret="s")
+    assert read_line("--ray -n 2") == Ray()
+    assert read_line("--ray 10.0.0.5:6379 --spread --wait 60") == Ray("10.0.0.5:6379", spread=True, wait=60)
+    for name, value in ALLOCATION.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert read_line("--launcher slurm") == Slurm()
+    assert isinstance(read_line("--resolver slurm"), Slurm)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--per-host 2", "--per-host is for engines on other machines. Name them, too: --hosts a,b"),
+        ("--ssh-args=-v", "--ssh-args is for engines on other machines"),
+        ("--launcher ssh", "--launcher ssh is for engines on other machines. Name them, too: --hosts a,b"),
+        ("--launcher server", "Name them, too: --resolver WORD"),
+        ("--launcher slurm", "runs in none"),
+        ("--launcher pbs --hosts a", "use mpi or ssh with its machines: --hosts a,b"),
+        ("--launcher rsh --hosts a", "The launchers are local, ssh, slurm, mpi, server"),
+        ("--launcher slurm --ssh-args=-v", "--ssh-args does not apply to --launcher slurm, which takes --hosts and .*"),
+        ("--hosts a --launcher-args=-v", "--launcher-args does not apply to --launcher ssh"),
+        ("--hosts a --secret s", "--secret does not apply to --launcher ssh"),
+        ("--hosts a --resolver w --launcher ssh", "both name machines"),
+        ("--launcher local --resolver w", "Leave one out"),
+        ("--launcher local --hosts a", "Leave one out"),
+        ("--resolver x", "there is no x. Name one of slurm, tfconfig, kubernetes"),
+        ("--ray --hosts a", "--hosts does not apply to engines on a Ray cluster"),
+        ("--ray --launcher ssh", "--launcher ssh does not apply to engines on a Ray cluster"),
+        ("--gpus-per-engine 1", "--gpus-per-engine is for engines on a Ray cluster. Give --ray, too"),
+        ("--wait 3", "Give --ray, or --ipyparallel, too"),
+        ("--ipyparallel --ray", "--ray does not apply to engines on an ipyparallel cluster"),
+        ("--ipyparallel --spread", "--spread does not apply to engines on an ipyparallel cluster"),
+        ("--ipyparallel --launcher ssh", "--launcher ssh does not apply to engines on an ipyparallel cluster"),
+    ],
+)
+def test_a_contradictory_line_is_refused(line: str, text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        read_line(line, w=WORKERS)
 
 
 def test_a_ray_cluster_has_a_bundle_for_each_engine() -> None:
-    found = read_options(ray="10.0.0.5:6379", n=3, gpus_per_engine=0.5, spread=True, wait=60)
-    assert found is not None
+    on = Ray("10.0.0.5:6379", gpus_per_engine=0.5, spread=True, wait=60)
+    found = hosts_of(on, n=3)
     assert found.hosts == ("ray-0", "ray-1", "ray-2")
-    assert found.ray == RayOptions("10.0.0.5:6379", cpus=1.0, gpus=0.5, spread=True, wait_s=60)
-    roles = read_options(ray=True, workers=2, ps=1)
-    assert roles is not None
-    assert {str(task): host for task, host in roles.tasks.items()} == {
+    assert on.way(found) == Way(RayNodes, (on,))
+    assert {str(task): host for task, host in hosts_of(Ray(), workers=2, ps=1).tasks.items()} == {
         "worker 0": "ray-0",
         "worker 1": "ray-1",
         "ps 0": "ray-2",
@@ -211,9 +265,7 @@ def test_the_ray_cluster_of_the_notebook_is_used(monkeypatch: pytest.MonkeyPatch
         is_initialized=lambda: True, get_runtime_context=lambda: context, util=SimpleNamespace(client=client)
     )
     monkeypatch.setitem(sys.modules, "ray", connected)
-    found = read_options(ray=True, n=2)
-    assert found is not None
-    assert found.ray == RayOptions("10.0.0.7:6379")
+    assert Ray().way(hosts_of(Ray(), n=2)) == Way(RayNodes, (Ray("10.0.0.7:6379"),))
 
 
 def test_a_notebook_listens_on_the_address_of_its_launcher() -> None:
@@ -350,7 +402,7 @@ def test_each_mpiexec_has_its_own_session_folder(tmp_path: Path, monkeypatch: py
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(StartError, match="mpiexec cannot start a process on b"):
-        probe(("a", "b"), MPI())
+        probe(("a", "b"), MpiexecTransport())
     folders = [*map(Path, (tmp_path / "folders").read_text().split())]
     assert len({*folders}) == 2
     assert not any(folder.parent.exists() for folder in folders)
@@ -371,11 +423,11 @@ def test_replicas_know_who_is_on_their_machine() -> None:
 def test_the_magic_and_the_function_accept_the_same_options() -> None:
     fields = {each.name for each in dataclasses.fields(StartOptions) if each.init}
     assert fields == set(inspect.signature(distnb.start).parameters) - {"on_progress"}
-    parsed = vars(COMMANDS["start"].read(""))
-    parsed["cluster_resolver"] = parsed.pop("resolver")
-    assert parsed.keys() == fields
-    plain, default = StartOptions(**parsed), StartOptions()
-    for name in fields - {"ssh_args", "launcher_args"}:
+    line = vars(COMMANDS["start"].read(""))
+    assert read_options(line, {}) is None
+    assert line.keys() == fields - {"on"}
+    plain, default = StartOptions(**line), StartOptions()
+    for name in fields:
         assert getattr(plain, name) == getattr(default, name)
 
 
@@ -387,5 +439,3 @@ def test_options_of_a_start_are_checked_when_they_are_created() -> None:
     with pytest.raises(OptionError, match="much"):
         StartOptions(data_limit="much")
     assert StartOptions(data_limit="2 GB").data_limit_nbytes == nbytes_of("2 GB")
-    with pytest.raises(OptionError, match="replicas_per_worker=2 is for a cluster with parameter servers"):
-        read_options(replicas_per_worker=2)

@@ -129,7 +129,7 @@ def test_roles_are_assigned_to_machines(network: Machines, notebook: Notebook) -
 
 
 def test_an_unreachable_machine_is_an_error(network: Machines, notebook: Notebook) -> None:
-    start = "distnb.start(hosts=['red'], ssh_args=['-p', '9', *ssh_args])"
+    start = "distnb.start(on=distnb.SSH(['red'], arguments=['-p', '9', *ssh_args]))"
     failed = notebook.try_run(start)
     assert failed.error_name == "StartError"
     assert "ssh cannot reach red" in failed.error_text
@@ -138,7 +138,7 @@ def test_an_unreachable_machine_is_an_error(network: Machines, notebook: Noteboo
 
 
 def test_the_end_of_the_notebook_ends_all_engines(notebook: Notebook) -> None:
-    notebook.run("cluster = distnb.start(hosts=['red'], per_host=1, ssh_args=ssh_args)", timeout_s=120)
+    notebook.run("cluster = distnb.start(on=distnb.SSH(['red'], 1, arguments=ssh_args))", timeout_s=120)
     assert len(left()) == 5  # ssh, node agent, engine, and a guardian on each machine
     os.kill(notebook.pid, signal.SIGKILL)
     processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")

@@ -16,9 +16,9 @@ from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError, StartError
 from distnb.machines import host_plan as plans
 from distnb.machines.base import Found
-from distnb.machines.host_plan import HostPlan, make_plan
-from distnb.machines.hosts import read_host_options
+from distnb.machines.host_plan import HostPlan
 from distnb.machines.transports import ipyparallel_cluster
+from distnb.machines.transports.ipyparallel_cluster import IPythonParallel
 from distnb.machines.transports.ipyparallel_engine import boot_id, network_namespace
 
 
@@ -89,10 +89,11 @@ def planned(
         return {host: Found(len(transport._servers[host].machine.gpus), room, {}) for host in hosts}
 
     monkeypatch.setattr(plans, "probe", probe)
-    given = StartOptions(cluster="simulated", **options)
+    on = IPythonParallel("simulated")
+    given = StartOptions(on=on, **options)
     plan = None
     try:
-        plan = make_plan(given, read_host_options(given))
+        plan = on.place(given).plan(given, lambda text: None)
         yield plan, simulated
     finally:
         simulated.close()
@@ -176,20 +177,24 @@ def test_a_cluster_of_this_machine_listens_on_loopback(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: IPythonParallel(wait=-1), "wait=-1: give a number of seconds, 0 or more"),
+        (lambda: IPythonParallel(7), "cluster=7 is not an ipyparallel cluster. Give an ipyparallel.Cluster or Client"),
+    ],
+)
+def test_an_invalid_cluster_is_refused(make: Any, text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"hosts": ["a"]}, r"hosts=\['a'\] does not apply to engines on an ipyparallel cluster"),
-        ({"launcher": "ssh"}, "launcher='ssh' does not apply to engines on an ipyparallel cluster"),
-        ({"ray": True}, "ray=True does not apply"),
-        ({"spread": True}, "spread=True does not apply"),
-        ({"gpus_per_engine": 1}, "gpus_per_engine=1 does not apply"),
-        ({"per_host": 2}, "per_host=2 does not apply"),
         ({"workers": 1, "ps": 1, "replicas_per_worker": 2}, "replicas_per_worker=2 does not apply"),
-        ({"wait": -1}, "wait=-1: give a number of seconds, 0 or more"),
         ({"n": -1}, "n=-1: give a whole number of engines, 1 or more"),
-        ({"cluster": 7}, "cluster=7 is not an ipyparallel cluster. Give an ipyparallel.Cluster or Client"),
     ],
 )
 def test_bad_options_are_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(OptionError, match=text):
-        read_host_options(StartOptions(**{"cluster": "default", "n": None if "workers" in given else 1, **given}))
+        IPythonParallel().place(StartOptions(**given))

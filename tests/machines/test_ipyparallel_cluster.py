@@ -84,7 +84,7 @@ def wait_until_gone(client: ipyparallel.Client, engines: int = 2) -> None:
 
 
 def test_a_cluster_object_names_the_machines(cluster: ipyparallel.Cluster, client: ipyparallel.Client) -> None:
-    session = distnb.start(1, cluster=cluster)
+    session = distnb.start(1, on=distnb.IPythonParallel(cluster))
     try:
         assert [(row.device, row.state) for row in session.status()] == [("cpu:0", "idle")]
         session.run_cell("import os; engines_pid = os.getpid()", distnb.MirroredStrategy().spec, filename="cell")
@@ -100,7 +100,7 @@ def test_both_clusters_are_used_and_a_lost_engine_is_replaced(
 ) -> None:
     with Notebook() as notebook:
         notebook.run(f"import distnb, distnb.notebook.compose, ipyparallel\nrc = ipyparallel.Client({str(file)!r})")
-        notebook.run("distnb.start(cluster=rc); None", timeout_s=120)
+        notebook.run("distnb.start(on=distnb.IPythonParallel(rc)); None", timeout_s=120)
         running = notebook.start("%%distribute mirrored\nimport time\nprint('begun')\ntime.sleep(1)")
         notebook.wait_for_output(running, "begun")
         pids = client[:].apply_sync(os.getpid)
@@ -136,10 +136,10 @@ def test_the_end_of_the_notebook_ends_distnbs_engines_only(client: ipyparallel.C
         wait_until_gone(client)
 
 
-def start_fails(cluster: Any, **options: Any) -> str:
+def start_fails(cluster: Any, n: int | None = None, **options: Any) -> str:
     """Return the message of the StartError that a start raises."""
     with pytest.raises(StartError) as caught:
-        distnb.start(cluster=cluster, **options)
+        distnb.start(n, on=distnb.IPythonParallel(cluster, **options))
     return str(caught.value)
 
 

@@ -167,7 +167,7 @@ def test_engines_stay_when_their_notebook_is_killed(environment: dict[str, str])
 
 
 def test_a_failing_srun_is_an_error(notebook: Notebook) -> None:
-    failed = notebook.try_run("distnb.start(launcher='slurm', hosts=['red'], launcher_args=['--no-such-option'])")
+    failed = notebook.try_run("distnb.start(on=distnb.Slurm(['red'], arguments=['--no-such-option']))")
     assert failed.error_name == "StartError"
     assert "srun cannot start a process on red" in failed.error_text
     assert "unrecognized option '--no-such-option'" in failed.error_text

@@ -27,7 +27,7 @@ import zmq
 from distnb.cluster.connection import Keys, make_keys
 from distnb.errors import MessageError, ServerLost, StructureError
 from distnb.servers.variables import client as clients
-from distnb.servers.variables.client import Servers
+from distnb.servers.variables.client import ServerConnections
 from distnb.servers.variables.server_messages import (
     Address,
     Create,
@@ -67,11 +67,11 @@ PUSHER = """
 import json, os, sys
 import torch
 from distnb.cluster.connection import Keys
-from distnb.servers.variables.client import Servers
+from distnb.servers.variables.client import ServerConnections
 from distnb.servers.variables.server_messages import Address, StepOptimizer, WriteShard
 
 settings = json.loads(os.environ["SETTINGS"])
-servers = Servers({0: Address(*settings["address"])}, settings["number"], Keys(*settings["keys"]))
+servers = ServerConnections({0: Address(*settings["address"])}, settings["number"], Keys(*settings["keys"]))
 gradient = torch.full((settings["size"],), -1.0)
 for n in range(settings["count"]):
     token = (settings["number"], (0, 0), n)
@@ -159,7 +159,7 @@ def make(size: int) -> list[Any]:
     ]
 
 
-def value(servers: Servers, server: int = 0) -> torch.Tensor:
+def value(servers: ServerConnections, server: int = 0) -> torch.Tensor:
     pulled: torch.Tensor = servers.exchange({server: [Pull({W: -1})]})[server][0][W][1]
     return pulled
 
@@ -169,7 +169,7 @@ def value(servers: Servers, server: int = 0) -> torch.Tensor:
 
 def test_requests_to_several_servers_run_at_once_and_carry_large_tensors(cluster: Cluster) -> None:
     addresses = {server: cluster.serve()[0] for server in (0, 1)}
-    with closing(Servers(addresses, 5, cluster.keys)) as servers:
+    with closing(ServerConnections(addresses, 5, cluster.keys)) as servers:
         tensors = {server: torch.randn(LARGE) for server in addresses}
         servers.exchange({server: [Create(shard=W, name="w", value=tensor)] for server, tensor in tensors.items()})
         pulled = servers.exchange(
@@ -186,7 +186,7 @@ def test_requests_to_several_servers_run_at_once_and_carry_large_tensors(cluster
 
 def test_simultaneous_changes_of_two_clients_are_each_applied_once(cluster: Cluster) -> None:
     address, _ = cluster.serve()
-    with closing(Servers({0: address}, 5, cluster.keys)) as servers:
+    with closing(ServerConnections({0: address}, 5, cluster.keys)) as servers:
         servers.exchange({0: make(50_000)})
         pushers = [cluster.push(address, number, 150, 50_000) for number in (1, 2)]
         while any(pusher.poll() is None for pusher in pushers):
@@ -199,7 +199,7 @@ def test_simultaneous_changes_of_two_clients_are_each_applied_once(cluster: Clus
 
 def test_a_killed_client_leaves_complete_changes_and_can_be_rerun(cluster: Cluster) -> None:
     address, _ = cluster.serve()
-    with closing(Servers({0: address}, 5, cluster.keys)) as servers:
+    with closing(ServerConnections({0: address}, 5, cluster.keys)) as servers:
         servers.exchange({0: make(LARGE)})
         for least in (1, 2, 4):  # the client is somewhere in a message of 12 MB
             pusher = cluster.push(address, 1, 5, LARGE)
@@ -215,7 +215,7 @@ def test_a_killed_client_leaves_complete_changes_and_can_be_rerun(cluster: Clust
 
 def test_an_error_is_raised_at_the_client_and_names_the_server(cluster: Cluster) -> None:
     addresses = {server: cluster.serve()[0] for server in (0, 1)}
-    with closing(Servers(addresses, 5, cluster.keys)) as servers:
+    with closing(ServerConnections(addresses, 5, cluster.keys)) as servers:
         servers.exchange({server: make(2) for server in addresses})
         wrong = WriteShard(shard=W, method="assign", value=torch.ones(3))
         with pytest.raises(StructureError, match="shape") as caught:
@@ -236,14 +236,14 @@ class _Unreadable:
 
 
 def test_an_unreadable_request_is_an_error_and_the_server_continues(cluster: Cluster) -> None:
-    with closing(Servers({0: cluster.serve()[0]}, 5, cluster.keys)) as servers:
+    with closing(ServerConnections({0: cluster.serve()[0]}, 5, cluster.keys)) as servers:
         with pytest.raises(MessageError, match="no number"):
             servers.exchange({0: [WriteShard(shard=W, method="assign", value=_Unreadable())]})
         assert servers.exchange({0: [Describe()]}) == {0: ((),)}
 
 
 def test_threads_of_one_client_take_turns(cluster: Cluster) -> None:
-    with closing(Servers({0: cluster.serve()[0]}, 5, cluster.keys)) as servers:
+    with closing(ServerConnections({0: cluster.serve()[0]}, 5, cluster.keys)) as servers:
         servers.exchange({0: make(3)})
 
         def add() -> None:
@@ -273,7 +273,7 @@ def frozen(process: warm_python.Forked) -> Iterator[None]:
 def in_exchange() -> bool:
     """Return whether the main thread waits for an answer."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return frame is not None and frame.f_code is Servers._wait.__code__
+    return frame is not None and frame.f_code is ServerConnections._wait.__code__
 
 
 def meanwhile(act: Callable[[], object]) -> threading.Thread:
@@ -291,7 +291,7 @@ def meanwhile(act: Callable[[], object]) -> threading.Thread:
 def test_a_killed_server_ends_exchanges_until_it_is_replaced(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, None)
     (first, process), (second, _) = cluster.serve(), cluster.serve()
-    with closing(Servers({0: first, 1: second}, 5, cluster.keys)) as servers:
+    with closing(ServerConnections({0: first, 1: second}, 5, cluster.keys)) as servers:
         servers.exchange({0: make(3), 1: make(3)})
         known = servers.exchange({0: [Pull({W: -1})]})[0][0][W][0]
         with frozen(process):
@@ -311,7 +311,7 @@ def test_a_killed_server_ends_exchanges_until_it_is_replaced(tmp_path: Path) -> 
 
 def test_a_server_can_be_marked_lost_from_outside(cluster: Cluster) -> None:
     address, process = cluster.serve()
-    with closing(Servers({0: address}, 5, cluster.keys)) as servers:
+    with closing(ServerConnections({0: address}, 5, cluster.keys)) as servers:
         with frozen(process):
             thread = meanwhile(lambda: servers.lost(0, "its machine is silent"))
             with pytest.raises(ServerLost, match="its machine is silent"):
@@ -325,7 +325,7 @@ def test_a_server_can_be_marked_lost_from_outside(cluster: Cluster) -> None:
 
 def test_an_address_without_a_server_is_an_error() -> None:
     with (
-        closing(Servers({0: Address("/nowhere/distnb-of-one-that-is-gone")}, 5, make_keys())) as servers,
+        closing(ServerConnections({0: Address("/nowhere/distnb-of-one-that-is-gone")}, 5, make_keys())) as servers,
         pytest.raises(ServerLost, match=r"cannot be reached: .*No such file"),
     ):
         servers.exchange({0: [Describe()]})
@@ -333,7 +333,7 @@ def test_an_address_without_a_server_is_an_error() -> None:
 
 def test_a_waiting_request_can_be_interrupted_and_repeated(cluster: Cluster) -> None:
     address, process = cluster.serve()
-    with closing(Servers({0: address}, 5, cluster.keys)) as servers:
+    with closing(ServerConnections({0: address}, 5, cluster.keys)) as servers:
         servers.exchange({0: make(3)})
         with frozen(process):
             for _ in range(3):
@@ -377,7 +377,7 @@ def interrupting(files: set[str], moment: int) -> tuple[Callable[[FrameType, str
 
 def test_an_interrupt_at_any_moment_leaves_the_client_usable(service: tuple[Service, Keys]) -> None:
     files = {clients.__file__, unix_socket.__file__, recycled_memory.__file__}
-    with closing(Servers({0: service[0].address}, 5, service[1])) as servers:
+    with closing(ServerConnections({0: service[0].address}, 5, service[1])) as servers:
         servers.exchange({0: make(100_000)})
         ran_through, moment = False, 0
         while not ran_through:
@@ -406,7 +406,7 @@ def test_a_silent_client_does_not_block_others(service: tuple[Service, Keys]) ->
     address = service[0].address
     assert not [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     assert os.stat(os.path.dirname(address.path)).st_mode & 0o077 == 0
-    with closing(Servers({0: address}, 5, service[1])) as servers:
+    with closing(ServerConnections({0: address}, 5, service[1])) as servers:
         servers.exchange({0: make(3)})
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as silent:
             silent.connect(address.path)
@@ -420,14 +420,14 @@ def test_a_stranger_on_another_host_is_refused() -> None:
     service.start()
     address = service.address._replace(path="")
     assert address.url.startswith("tcp://127.0.0.1:")
-    with directory, closing(service), closing(Servers({0: address}, 5, keys)) as servers:
+    with directory, closing(service), closing(ServerConnections({0: address}, 5, keys)) as servers:
         servers.exchange({0: make(3)})
-        stranger = Servers({0: address}, 6, make_keys())
+        stranger = ServerConnections({0: address}, 6, make_keys())
         plain: Any = zmq.Context()
         dealer = plain.socket(zmq.DEALER)
         dealer.connect(address.url)
         dealer.send_multipart(encode("run this"))
-        other = Servers({0: address._replace(public=zmq.curve_keypair()[0].decode())}, 7, keys)
+        other = ServerConnections({0: address._replace(public=zmq.curve_keypair()[0].decode())}, 7, keys)
         for each in (stranger, other):
             ended = threading.Timer(0.5, each.lost, (0, "no answer came"))
             ended.start()

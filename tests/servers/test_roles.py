@@ -16,11 +16,15 @@ from distnb.cluster.start_options import StartOptions
 from distnb.cluster.tasks import server_cluster_tasks, tasks_in, tasks_of
 from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.machines.base import Found
-from distnb.machines.host_plan import HostPlan, make_plan
-from distnb.machines.hosts import HostOptions, read_host_options
+from distnb.machines.host_plan import HostPlan
+from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.other_machines import OtherMachines
 from distnb.machines.secret import read_secret, secret_path
 from distnb.machines.server_client import connect_patience_s
 from distnb.machines.transports.mpiexec import MPI
+from distnb.machines.transports.server_transport import Servers, ServerTransport
+from distnb.machines.transports.srun import Slurm
+from distnb.machines.transports.ssh import SSH
 from distnb.servers.notebook.task_cluster import require
 from distnb.topology import Task
 
@@ -28,8 +32,8 @@ W0, W1, W2, PS0, PS1 = Task("worker", 0), Task("worker", 1), Task("worker", 2), 
 CLUSTER = {"chief": ["c:1"], "worker": ["a:1", "a:2"], "ps": ["b:1"], "evaluator": ["d:1"]}
 
 
-def read_options(**given: Any) -> HostOptions | None:
-    return read_host_options(StartOptions(**given))
+def hosts_of(on: OtherMachines, **given: Any) -> HostOptions:
+    return on.find_hosts(StartOptions(on=on, **given))
 
 
 def test_counts_make_tasks_with_workers_first() -> None:
@@ -49,8 +53,8 @@ def test_counts_make_tasks_with_workers_first() -> None:
         ({"workers": 1, "ps": 1, "replicas_per_worker": 0}, "replicas_per_worker=0: give a whole number"),
         ({"replicas_per_worker": 2}, "replicas_per_worker=2 is for a cluster with parameter servers"),
         ({"workers": 1, "ps": 1, "n": 2}, "n=2 with workers=1 and ps=1"),
-        ({"workers": 1, "ps": 1, "per_host": 2, "hosts": ["a"]}, "per_host=2 for a cluster of worker 0, ps 0"),
-        ({"workers": 1, "ps": 1, "cluster_resolver": SimpleClusterResolver(CLUSTER)}, "names them already"),
+        ({"workers": 1, "ps": 1, "on": SSH(["a"], 2)}, "per_host=2 for a cluster of worker 0, ps 0"),
+        ({"workers": 1, "ps": 1, "on": Servers(SimpleClusterResolver(CLUSTER))}, "names them already"),
     ],
 )
 def test_invalid_numbers_are_refused(given: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -64,7 +68,7 @@ def test_a_resolver_defines_tasks() -> None:
     assert server_cluster_tasks(SimpleClusterResolver({"worker": ["a:1"]})) == {}
     resolver.task_type = "ps"
     with pytest.raises(OptionError, match=r"This process is ps 0 of its cluster.* run `distnb worker`"):
-        read_options(cluster_resolver=resolver)
+        hosts_of(Servers(resolver))
 
 
 @pytest.mark.parametrize(
@@ -85,76 +89,71 @@ def test_clusters_without_a_coordinator_are_refused(cluster: Any, text: str) -> 
 
 def test_tasks_are_assigned_to_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Check that each kind is distributed over the machines in turn, or placed by a resolver."""
-    read = read_options(hosts="a,b", workers=3, ps=2)
+    read = hosts_of(SSH("a,b"), workers=3, ps=2)
     assert read == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", W2: "a", PS0: "a", PS1: "b"})
     assert list(read.tasks) == [W0, W1, W2, PS0, PS1]
     resolver = SimpleClusterResolver(CLUSTER)
-    read = read_options(launcher="ssh", cluster_resolver=resolver)
-    assert read == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "a", PS0: "b"})
+    assert hosts_of(SSH(resolver)) == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "a", PS0: "b"})
     secret = tmp_path / "secret"
-    read = read_options(cluster_resolver=resolver, secret=secret)
-    addresses = ("a:1", "a:2", "b:1")
+    on, addresses = Servers(resolver, secret=secret), ("a:1", "a:2", "b:1")
     expected = dict(zip((W0, W1, PS0), addresses, strict=True))
-    assert read == HostOptions(hosts=addresses, launcher="server", secret=secret, tasks=expected)
+    assert hosts_of(on) == HostOptions(hosts=addresses, tasks=expected, has_fixed_tasks=True)
+    names = {"a:1": "worker 0", "a:2": "worker 1", "b:1": "ps 0"}
+    assert on.way(hosts_of(on)) == Way(ServerTransport, (secret, names))
     with pytest.raises(OptionError, match="several tasks the address of worker 0, a:1"):
-        read_options(cluster_resolver=SimpleClusterResolver({"worker": ["a:1"], "ps": ["a:1"]}), secret=secret)
+        hosts_of(Servers(SimpleClusterResolver({"worker": ["a:1"], "ps": ["a:1"]}), secret=secret))
     for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-3]", "TASKS_PER_NODE": "1(x3)"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    read = read_options(launcher="slurm", workers=1, ps=2)
-    assert read is not None
-    assert read.tasks == {W0: "n1", PS0: "n1", PS1: "n2"}
-    read = read_options(cluster_resolver=SlurmClusterResolver({"worker": 2, "ps": 1}))
-    assert read is not None
-    assert (read.launcher, read.tasks) == ("slurm", {W0: "n1", W1: "n2", PS0: "n3"})
+    assert hosts_of(Slurm(), workers=1, ps=2).tasks == {W0: "n1", PS0: "n1", PS1: "n2"}
+    read = hosts_of(Slurm(SlurmClusterResolver({"worker": 2, "ps": 1})))
+    assert read.tasks == {W0: "n1", W1: "n2", PS0: "n3"}
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, options: HostOptions, gpus: int, devices: str | None = None) -> HostPlan:
+def planned(
+    monkeypatch: pytest.MonkeyPatch, on: OtherMachines, gpus: int, devices: str | None = None, **given: Any
+) -> HostPlan:
     monkeypatch.setattr(
         "distnb.machines.host_plan.probe",
         lambda names, way, on_progress: dict.fromkeys(names, Found(gpus, Capacity(cores=2, memory_nbytes=2**40), {})),
     )
     monkeypatch.setattr("distnb.machines.host_plan.listening_address", lambda names, interface: "10.0.0.1")
-    return make_plan(StartOptions(devices=devices), options)
+    options = StartOptions(on=on, devices=devices, **given)
+    return on.place(options).plan(options, lambda text: None)
 
 
 def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.touch(0o600)
     secret.write_text("s" * 40)
-    options = read_options(cluster_resolver=SimpleClusterResolver(CLUSTER), secret=secret)
-    assert options is not None
-    plan = planned(monkeypatch, options, gpus=2)
+    on = Servers(SimpleClusterResolver(CLUSTER), secret=secret)
+    plan = planned(monkeypatch, on, gpus=2)
     assert [*map(str, plan.devices)] == ["cuda:0", "cuda:1", "cpu:0"]  # a:1 and a:2 are one machine
     assert (plan.tasks, plan.hosts) == ((W0, W1, PS0), ("a:1", "a:2", "b:1"))
-    assert [*map(str, planned(monkeypatch, options, gpus=0).devices)] == ["cpu:0", "cpu:1", "cpu:0"]
+    assert [*map(str, planned(monkeypatch, on, gpus=0).devices)] == ["cpu:0", "cpu:1", "cpu:0"]
     with pytest.raises(StartError, match="a: 2 engines were asked for but this machine has 1 GPU"):
-        planned(monkeypatch, options, gpus=1)
-    assert [*map(str, planned(monkeypatch, options, gpus=1, devices="cpu:0,cpu:1").devices)] == [
+        planned(monkeypatch, on, gpus=1)
+    assert [*map(str, planned(monkeypatch, on, gpus=1, devices="cpu:0,cpu:1").devices)] == [
         "cpu:0",
         "cpu:1",
         "cpu:0",
     ]
-    crowded = read_options(hosts="a", workers=2, ps=1)
-    assert crowded is not None
-    crowded = HostOptions(hosts=crowded.hosts, tasks=crowded.tasks, launcher="mpi")
-    assert "3 engines share the 2 cores of a" in planned(monkeypatch, crowded, gpus=0).notices[0]
+    crowded = planned(monkeypatch, MPI("a"), gpus=0, workers=2, ps=1)
+    assert "3 engines share the 2 cores of a" in crowded.notices[0]
 
 
 def test_workers_may_have_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Use the requested number, or the accelerators that a resolver reports."""
-    asked = read_options(hosts="a,b", workers=2, ps=1, replicas_per_worker=2)
-    assert asked == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", PS0: "a"}, replicas=2)
-    monkeypatch.setattr(HostOptions, "transport", lambda self: MPI(()))
-    plan = planned(monkeypatch, asked, gpus=2)
+    asked: dict[str, Any] = {"workers": 2, "ps": 1, "replicas_per_worker": 2}
+    found = hosts_of(MPI("a,b"), **asked)
+    assert found == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", PS0: "a"}, replicas=2)
+    plan = planned(monkeypatch, MPI("a,b"), gpus=2, **asked)
     assert plan.tasks == (W0, W0, W1, W1, PS0)
     assert plan.hosts == ("a", "a", "b", "b", "a")
     assert [*map(str, plan.devices)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cpu:0"]
     counted = SimpleClusterResolver(CLUSTER, num_accelerators={"GPU": 4})
     for given, replicas in (None, 4), (1, 1):
-        read = read_options(launcher="ssh", cluster_resolver=counted, replicas_per_worker=given)
-        assert read is not None
-        assert read.replicas == replicas
-    assert read_options(launcher="ssh", cluster_resolver=SimpleClusterResolver(CLUSTER)).replicas == 1  # type: ignore[union-attr]
+        assert hosts_of(SSH(counted), replicas_per_worker=given).replicas == replicas
+    assert hosts_of(SSH(SimpleClusterResolver(CLUSTER))).replicas == 1
 
 
 def test_tasks_of_this_machine_are_found() -> None:

@@ -38,7 +38,7 @@ class Servers:
         """Return a cell that uses the servers."""
         resolver = f"distnb.cluster_resolver.SimpleClusterResolver({{'worker': {self.addresses!r}}})"
         path = str(secret or self.secret)
-        return f"import distnb; cluster = distnb.start(cluster_resolver={resolver}, per_host=1, secret={path!r})"
+        return f"import distnb; cluster = distnb.start(on=distnb.Servers({resolver}, 1, secret={path!r}))"
 
 
 def _make_secret(path: Path, text: str = "s" * 40, mode: int = 0o600) -> Path:
@@ -197,9 +197,9 @@ def test_arguments_that_define_no_server_are_refused(tmp_path: Path, monkeypatch
         with pytest.raises(StartError, match=f"cannot listen on {address}: Address already in use.*another port"):
             distnb.Server({"worker": [address]}, "worker", 0, secret=secret)
     with pytest.raises(StartError, match="none is named"):
-        distnb.start(cluster_resolver=SimpleClusterResolver(spec))
-    with pytest.raises(OptionError, match="n=2 is for engines on this machine"):
-        distnb.start(2, cluster_resolver=SimpleClusterResolver(spec), secret=secret)
+        distnb.start(on=distnb.Servers(SimpleClusterResolver(spec)))
+    with pytest.raises(OptionError, match="n=3, but the machines have other numbers of engines"):
+        distnb.start(3, on=distnb.Servers(SimpleClusterResolver(spec), 1, secret=secret))
 
 
 def test_a_local_server_listens_once_it_is_started(tmp_path: Path) -> None:

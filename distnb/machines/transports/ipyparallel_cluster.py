@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import re
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,17 @@ from distnb.cluster.connection import make_keys
 from distnb.cluster.local.run_directory import RunDirectory
 from distnb.cluster.network import listening_address
 from distnb.cluster.process_environment import PYTHON_MODULE
+from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import is_loopback, split_address
 from distnb.errors import OptionError, StartError
 from distnb.machines.base import Transport, check_versions
+from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.other_machines import OtherMachines, one_host_each
 from distnb.machines.secret import write_keys
 from distnb.machines.transports.ipyparallel_client import EngineRequests, check_cluster, connected
 from distnb.machines.transports.ipyparallel_engine import ENGINE_ENDED, boot_id, network_namespace
 
-__all__ = ["EngineMachine", "IPythonParallel", "IPythonParallelOptions", "count_engines"]
+__all__ = ["EngineMachine", "IPythonParallel", "IPythonParallelTransport"]
 
 _logger = logging.getLogger("distnb.machines")
 
@@ -50,26 +54,54 @@ _CAUSE = re.compile(rf"distnb: ({ENGINE_ENDED}|ended by SIG\w+)")
 
 
 @dataclass(frozen=True)
-class IPythonParallelOptions:
-    """The options for engines on an ipyparallel cluster.
+class IPythonParallel(OtherMachines):
+    """The machines of an ipyparallel cluster's engines, the argument `on` of `distnb.start`.
 
-    Attributes:
-        cluster: An `ipyparallel.Cluster` or `Client`, the name of an IPython profile, or the path of a connection file.
-        interface: The interface or address at which the notebook listens, or None.
-        wait_s: The time to wait for ipyparallel engines that are missing or busy; None for the usual time.
+    One engine runs next to each ipyparallel engine; with `n`, or `workers` and `ps`, only next to the first ones. These
+    remain usable. This process must reach their machines by TCP, and they must reach this one.
+
+    Args:
+        cluster: An `ipyparallel.Cluster` or `Client`, the name of an IPython profile, or the path of the cluster's
+            ipcontroller-client.json.
+        wait: The time in seconds to wait for ipyparallel engines that are missing or busy; None for the usual time.
+        interface: The network interface, or the address, at which this machine listens for the engines.
 
     Raises:
         OptionError: The cluster is of another type, or the time is not a number.
+
+    Example:
+        >>> import distnb
+        >>> cluster = distnb.start(on=distnb.IPythonParallel("slurm"))        # doctest: +SKIP
     """
 
-    cluster: Any
+    cluster: Any = "default"
+    _: KW_ONLY
+    wait: float | None = None
     interface: str | None = None
-    wait_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.wait_s is not None and not (isinstance(self.wait_s, int | float) and 0 <= self.wait_s < float("inf")):
-            raise OptionError(f"wait={self.wait_s!r}: give a number of seconds, 0 or more.")
+        if self.wait is not None and not (isinstance(self.wait, int | float) and 0 <= self.wait < float("inf")):
+            raise OptionError(f"wait={self.wait!r}: give a number of seconds, 0 or more.")
         check_cluster(self.cluster)
+
+    def find_hosts(self, options: StartOptions) -> HostOptions:
+        """Return a host for each engine of the cluster, or for the requested number."""
+        if options.replicas_per_worker not in (None, 1):
+            raise OptionError(
+                f"replicas_per_worker={options.replicas_per_worker} does not apply to an ipyparallel cluster, each of "
+                "whose engines gets one engine of distnb. Start more workers instead."
+            )
+        if options.detach and not isinstance(self.cluster, str | os.PathLike):
+            raise OptionError(
+                f"detach=True is for a process of its own, which cannot use {self.cluster!r}. Name the ipyparallel "
+                "cluster by its profile, or by its ipcontroller-client.json."
+            )
+        hosts, tasks = one_host_each("ipyparallel", options, lambda: _count_engines(self))
+        return HostOptions(hosts=hosts, per_host=1, interface=self.interface, tasks=tasks, one_each=True)
+
+    def way(self, machines: HostOptions) -> Way:
+        """Return the transport to the machines of ipyparallel's engines."""
+        return Way(IPythonParallelTransport, (machines.hosts, self))
 
 
 @dataclass(frozen=True)
@@ -114,10 +146,10 @@ class _Server:
     keys: Path
 
 
-class IPythonParallel(Transport):
+class IPythonParallelTransport(Transport):
     """The engines of an ipyparallel cluster, of which the first `prepare` chooses one for each host."""
 
-    def __init__(self, hosts: Sequence[str], options: IPythonParallelOptions) -> None:
+    def __init__(self, hosts: Sequence[str], options: IPythonParallel) -> None:
         self._hosts = tuple(hosts)
         self._options = options
         self._keys = make_keys()
@@ -161,7 +193,7 @@ class IPythonParallel(Transport):
         used = {server.engine for server in others.values()}
         new = [host for host in hosts if host not in self._servers]
         if new:
-            requests.wait_for_engines(len(used) + len(hosts), self._options.wait_s)
+            requests.wait_for_engines(len(used) + len(hosts), self._options.wait)
         free = [engine for engine in sorted(requests.client.ids) if engine not in used]
         lost = [host for host in hosts if host not in new]
         own = {host: engine for host in lost if (engine := self._servers[host].engine) in free}
@@ -209,7 +241,7 @@ class IPythonParallel(Transport):
         )
 
     def _describe(self, engines: Sequence[int], requests: EngineRequests) -> dict[int, EngineMachine]:
-        patience_s = _BUSY_S if self._options.wait_s is None else self._options.wait_s
+        patience_s = _BUSY_S if self._options.wait is None else self._options.wait
         answers = requests.send(engines, "describe()", {}, patience_s)
         machines = {}
         for engine, facts in answers.items():
@@ -301,10 +333,10 @@ class IPythonParallel(Transport):
             self._directory.remove()
 
 
-def count_engines(options: IPythonParallelOptions) -> int:
+def _count_engines(options: IPythonParallel) -> int:
     """Return the number of engines of the cluster, of which there is at least one."""
     with connected(options.cluster) as client:
-        return len(EngineRequests(client, lambda text: None).wait_for_engines(1, options.wait_s))
+        return len(EngineRequests(client, lambda text: None).wait_for_engines(1, options.wait))
 
 
 class _Lease:

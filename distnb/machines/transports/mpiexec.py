@@ -1,4 +1,4 @@
-"""The transport by mpiexec, of Open MPI, MPICH and related implementations.
+"""The machines that mpiexec reaches, of Open MPI, MPICH and related implementations.
 
 distnb sends no MPI messages. It uses mpiexec only to reach other machines, also inside a cluster manager's allocation.
 Each engine has its own mpiexec, because a single one would end all engines as soon as the first engine ends.
@@ -13,13 +13,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distnb.machines.base import NODE_AGENT, Transport
+from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.named_machines import NamedMachines
 
-__all__ = ["MPI"]
+__all__ = ["MPI", "MpiexecTransport"]
 
 _SESSIONS = "OMPI_MCA_orte_local_tmpdir_base"
 
 
-class MPI(Transport):
+class MPI(NamedMachines):
+    """Machines that mpiexec reaches, the argument `on` of `distnb.start`. They need the same environment, as for ssh.
+
+    Args:
+        machines, per_host, interface: See `distnb.SSH`.
+        arguments: More arguments for mpiexec.
+
+    Raises:
+        OptionError: A name or a number is invalid.
+
+    Example:
+        >>> import distnb
+        >>> cluster = distnb.start(8, on=distnb.MPI(["node1", "node2"]))      # doctest: +SKIP
+    """
+
+    def way(self, machines: HostOptions) -> Way:
+        """Return the transport by mpiexec."""
+        return Way(MpiexecTransport, (tuple(self.arguments),))
+
+
+class MpiexecTransport(Transport):
     """The machines that mpiexec reaches. `arguments` are further arguments for it."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:

@@ -23,18 +23,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distnb.cluster.local.run_directory import RunDirectory
 from distnb.cluster.process_environment import import_environment, is_installed
+from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import is_loopback, split_address
 from distnb.errors import OptionError, StartError
 from distnb.machines.base import Transport
+from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.other_machines import OtherMachines, one_host_each
 from distnb.machines.transports.server_transport import ServerTransport
 
-__all__ = ["EngineHost", "RayNodes", "RayOptions", "connected_address", "usual_number_of_engines"]
+__all__ = ["EngineHost", "Ray", "RayNodes", "usual_number_of_engines"]
 
 _logger = logging.getLogger("distnb.machines")
 
@@ -49,32 +52,59 @@ _HEADER_NBYTES = 9
 
 
 @dataclass(frozen=True)
-class RayOptions:
-    """The options for engines on a Ray cluster.
+class Ray(OtherMachines):
+    """A Ray cluster, the argument `on` of `distnb.start`.
 
-    Attributes:
-        address: The address of the cluster, or "auto" for the one of this machine.
-        cpus: The number of CPUs that Ray reserves for each engine.
-        gpus: The number of GPUs of each engine; None for one if the cluster has GPUs, else none.
-        spread: Whether to put the engines on as many nodes as possible instead of as few as possible.
-        wait_s: The time to wait for an autoscaler to add nodes.
+    This process must run on a node of the cluster or in its network. Ray reserves resources for each engine in one
+    placement group, and frees them when the session or this process ends.
+
+    Args:
+        address: The address of the cluster, such as "10.0.0.5:6379", or "auto" for the one of this machine.
+        cpus_per_engine: The number of CPUs that Ray reserves for each engine.
+        gpus_per_engine: The number of GPUs of each engine; None for one if the cluster has GPUs, else none.
+        spread: Whether Ray puts the engines on as many nodes as possible instead of as few as possible.
+        wait: The time in seconds to wait for Ray's autoscaler to add nodes.
+        interface: The network interface, or the address, at which this machine listens for the engines.
 
     Raises:
         OptionError: The address is malformed, or a number is negative or not a number.
+
+    Example:
+        >>> import distnb
+        >>> cluster = distnb.start(8, on=distnb.Ray(wait=300))        # doctest: +SKIP
     """
 
     address: str = "auto"
-    cpus: float = 1.0
-    gpus: float | None = None
+    _: KW_ONLY
+    cpus_per_engine: float = 1.0
+    gpus_per_engine: float | None = None
     spread: bool = False
-    wait_s: float = 0.0
+    wait: float = 0.0
+    interface: str | None = None
 
     def __post_init__(self) -> None:
         if self.address != "auto":
             split_address(self.address)
-        for name, number in {"cpus_per_engine": self.cpus, "gpus_per_engine": self.gpus, "wait": self.wait_s}.items():
+        for name in ("cpus_per_engine", "gpus_per_engine", "wait"):
+            number = getattr(self, name)
             if number is not None and not (isinstance(number, int | float) and 0 <= number < float("inf")):
                 raise OptionError(f"{name}={number!r}: give a number, 0 or more.")
+
+    def find_hosts(self, options: StartOptions) -> HostOptions:
+        """Return a bundle for each engine."""
+        if options.replicas_per_worker not in (None, 1):
+            raise OptionError(
+                f"replicas_per_worker={options.replicas_per_worker} does not apply to a Ray cluster, where each engine "
+                "has resources of its own. Start more workers instead."
+            )
+        hosts, tasks = one_host_each("ray", options, lambda: usual_number_of_engines(self))
+        return HostOptions(hosts=hosts, per_host=1, interface=self.interface, tasks=tasks)
+
+    def way(self, machines: HostOptions) -> Way:
+        """Return the transport to the bundles."""
+        # The daemon of a detached cluster is a process of its own, which might find another Ray cluster.
+        address = (connected_address() or "auto") if self.address == "auto" else self.address
+        return Way(RayNodes, (replace(self, address=address),))
 
 
 class EngineHost:
@@ -105,7 +135,7 @@ class RayNodes(Transport):
     free a whole group, after all of its engines have been removed.
     """
 
-    def __init__(self, options: RayOptions) -> None:
+    def __init__(self, options: Ray) -> None:
         self._options = options
         self._secret = secrets.token_urlsafe(48)
         self._directory = RunDirectory()
@@ -179,7 +209,7 @@ class RayNodes(Transport):
     def _await_resources(
         self, group: Any, count: int, bundle: Mapping[str, float], on_progress: Callable[[str], None]
     ) -> None:
-        patience_s = max(_RESERVE_S, self._options.wait_s)
+        patience_s = max(_RESERVE_S, self._options.wait)
         begin = time.monotonic()
         while not group.wait(timeout_seconds=_POLL_S):
             waited_s = time.monotonic() - begin
@@ -194,7 +224,7 @@ class RayNodes(Transport):
     def _current_addresses(self, hosts: Sequence[str], on_progress: Callable[[str], None]) -> dict[str, str]:
         ray = _ray()
         asked = {host: self._actors[host].address.remote() for host in hosts}
-        patience_s = max(_ACTOR_S, self._options.wait_s)
+        patience_s = max(_ACTOR_S, self._options.wait)
         on_progress(f"waiting for Ray's actors: {', '.join(hosts)}")
         try:
             found = ray.get([*asked.values()], timeout=patience_s)
@@ -250,13 +280,13 @@ def connected_address() -> str | None:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def usual_number_of_engines(options: RayOptions) -> int:
+def usual_number_of_engines(options: Ray) -> int:
     """Return the number of engines for all GPUs of the cluster, or two if it has none."""
     connected = _connect(options.address)
     gpus = _ray().cluster_resources().get("GPU", 0.0)
     if connected:
         _ray().shutdown()
-    each = 1.0 if options.gpus is None else options.gpus
+    each = 1.0 if options.gpus_per_engine is None else options.gpus_per_engine
     return (int(gpus // each) if each else 0) or 2
 
 
@@ -345,15 +375,15 @@ def _is_same(address: str, connected: str) -> bool:
     return their_port == port and their_host in hosts
 
 
-def _bundle(options: RayOptions) -> dict[str, float]:
-    gpus = options.gpus
+def _bundle(options: Ray) -> dict[str, float]:
+    gpus = options.gpus_per_engine
     if gpus is None:
         gpus = 1.0 if _ray().cluster_resources().get("GPU") else 0.0
-    bundle = {name: number for name, number in {"CPU": options.cpus, "GPU": gpus}.items() if number}
+    bundle = {name: number for name, number in {"CPU": options.cpus_per_engine, "GPU": gpus}.items() if number}
     if not bundle:
         raise OptionError(
-            f"cpus_per_engine={options.cpus:g} without GPUs: an engine needs a part of a CPU or of a GPU. Give "
-            "cpus_per_engine=0.1, or leave it out for 1."
+            f"cpus_per_engine={options.cpus_per_engine:g} without GPUs: an engine needs a part of a CPU or of a GPU. "
+            "Give cpus_per_engine=0.1, or leave it out for 1."
         )
     return bundle
 

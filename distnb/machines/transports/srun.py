@@ -1,4 +1,4 @@
-"""The transport by srun, to the nodes of the Slurm allocation in which the notebook runs.
+"""The nodes of the Slurm allocation in which the notebook runs.
 
 ipyparallel would submit a batch job, whose engines start at some later time without a connection to this process. Here,
 each engine has an srun that stays connected, inside the existing allocation.
@@ -11,13 +11,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
 from distnb.errors import OptionError, StartError
 from distnb.machines.base import NODE_AGENT, Transport
+from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.named_machines import NamedMachines
 
-__all__ = ["Slurm", "allotted_nodes", "tasks_of_nodes"]
+__all__ = ["Slurm", "SrunTransport"]
 
 _NEEDED = (
     "--nodes=1",
@@ -35,7 +39,50 @@ _CANCELLED = re.compile(r"\*\*\* (\S+ \S+ ON \S+ CANCELLED .*?) \*\*\*")
 _ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 
 
-class Slurm(Transport):
+@dataclass(frozen=True)
+class Slurm(NamedMachines):
+    """Nodes of the Slurm allocation in which this process runs, the argument `on` of `distnb.start`.
+
+    Args:
+        machines: The names of nodes, as for `distnb.SSH`. None for all nodes of the allocation. Or a resolver of
+            `distnb.cluster_resolver`.
+        per_host: The number of engines on each node. None for one per GPU; without GPUs the number of tasks that were
+            requested from Slurm, or two.
+        interface: The network interface, or the address, at which this machine listens for the engines.
+        arguments: More arguments for srun.
+
+    Raises:
+        OptionError: This process runs in no allocation, or a name or a number is invalid.
+
+    Example:
+        >>> import distnb
+        >>> cluster = distnb.start(on=distnb.Slurm())        # doctest: +SKIP
+    """
+
+    machines: str | Sequence[str] | ClusterResolver | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        nodes = _allotted_nodes()
+        for name in self._named():
+            if name not in nodes:
+                raise OptionError(f"{name!r} is not a node of this Slurm allocation. Its nodes are {', '.join(nodes)}.")
+
+    def _resolve(self) -> HostOptions:
+        found = super()._resolve()
+        return replace(
+            found,
+            hosts=found.hosts or _allotted_nodes(),
+            without_gpus=found.without_gpus or _tasks_of_nodes(),
+            has_fixed_room=True,
+        )
+
+    def way(self, machines: HostOptions) -> Way:
+        """Return the transport by srun."""
+        return Way(SrunTransport, (tuple(self.arguments),))
+
+
+class SrunTransport(Transport):
     """The nodes of this process's allocation. `arguments` are further arguments for srun."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
@@ -81,25 +128,25 @@ class Slurm(Transport):
         )
 
 
-def allotted_nodes() -> tuple[str, ...]:
+def _allotted_nodes() -> tuple[str, ...]:
     """Return the nodes of the allocation in which this process runs."""
     text = os.environ.get("SLURM_JOB_NODELIST", "")
     if not text or not os.environ.get("SLURM_JOB_ID"):
         raise OptionError(
-            "launcher='slurm' needs an allocation, but this process runs in none (SLURM_JOB_ID and SLURM_JOB_NODELIST "
-            "are not set). Get one, with --no-kill so that it outlives a node, and start Jupyter inside: "
-            "`salloc --no-kill --nodes=2 jupyter lab`, or the same by sbatch."
+            "distnb.Slurm (--launcher slurm) needs an allocation, but this process runs in none (SLURM_JOB_ID and "
+            "SLURM_JOB_NODELIST are not set). Get one, with --no-kill so that it outlives a node, and start Jupyter "
+            "inside: `salloc --no-kill --nodes=2 jupyter lab`, or the same by sbatch."
         )
     return tuple(expand_host_list(text))
 
 
-def tasks_of_nodes() -> dict[str, int]:
+def _tasks_of_nodes() -> dict[str, int]:
     """Return the number of tasks on each node that were requested with the allocation; empty if only nodes were."""
     asked = any(os.environ.get(f"SLURM_{name}") for name in ("NTASKS_PER_NODE", "NTASKS", "NPROCS"))
     counts = os.environ.get("SLURM_TASKS_PER_NODE", "")
     if not asked or not counts:
         return {}
-    nodes = allotted_nodes()
+    nodes = _allotted_nodes()
     numbers = expand_counts(counts)
     if len(numbers) != len(nodes):  # the numbers describe the notebook's own step
         return {}

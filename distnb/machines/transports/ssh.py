@@ -1,4 +1,4 @@
-"""The transport by ssh."""
+"""The machines that ssh reaches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from distnb import __version__
 from distnb.errors import StartError
 from distnb.machines.base import NODE_AGENT, Transport
 from distnb.machines.heartbeat import LOST
+from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.named_machines import NamedMachines
 
-__all__ = ["SSH"]
+__all__ = ["SSH", "SSHTransport"]
 
 _OPTIONS = {
     "BatchMode": "yes",  # no user can answer a question
@@ -26,7 +28,35 @@ _OPTIONS = {
 }
 
 
-class SSH(Transport):
+class SSH(NamedMachines):
+    """Machines that ssh reaches without a password, the argument `on` of `distnb.start`.
+
+    They need the same Python environment at the same path.
+
+    Args:
+        machines: The names, as a sequence or as text with commas; "gpu1:4" for four engines on gpu1. Or a resolver of
+            `distnb.cluster_resolver`, which names the machines of its tasks.
+        per_host: The number of engines on each machine. None for one for each accelerator that the resolver reports,
+            or one per GPU, or two on the CPU.
+        interface: The network interface, or the address, at which this machine listens for the engines. None for the
+            interface that leads to the machines.
+        arguments: More arguments for ssh.
+
+    Raises:
+        OptionError: A name or a number is invalid.
+
+    Example:
+        >>> import distnb
+        >>> on = distnb.SSH(["gpu1:4", "me@gpu2:4"], arguments=["-p", "2222"])
+        >>> cluster = distnb.start(on=on)       # doctest: +SKIP
+    """
+
+    def way(self, machines: HostOptions) -> Way:
+        """Return the transport by ssh."""
+        return Way(SSHTransport, (tuple(self.arguments),))
+
+
+class SSHTransport(Transport):
     """The machines that ssh reaches without a password. `arguments` are further arguments for ssh."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:

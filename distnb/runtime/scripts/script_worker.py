@@ -140,8 +140,8 @@ def check_notebook(spec: StrategySpec, machines: Sequence[str]) -> None:
     source = "the cluster_resolver" if spec.option("cluster_resolver") is not None else "TF_CONFIG"
     raise OptionError(
         f"This notebook's strategies run on its engines, {where}, and {source} says that {own} the cluster "
-        f"{cluster.as_dict()}. Start the engines there (distnb.start(cluster_resolver=…)), run the program as a script "
-        "on each machine, or remove TF_CONFIG (the resolver)."
+        f"{cluster.as_dict()}. Start the engines there (distnb.start(on=distnb.Servers(…))), run the program as a "
+        "script on each machine, or remove TF_CONFIG (the resolver)."
     )
 
 

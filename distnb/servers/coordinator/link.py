@@ -10,7 +10,7 @@ from distnb.wire.messages import ErrorReport, Reply
 
 if TYPE_CHECKING:
     from distnb.servers.coordinator.coordinator import ClusterCoordinator
-    from distnb.servers.variables.client import Servers
+    from distnb.servers.variables.client import ServerConnections
 
 __all__ = [
     "ClosureEnded",
@@ -123,7 +123,7 @@ class ClusterLink(Protocol):
     closed: bool
 
     @property
-    def servers(self) -> Servers: ...
+    def servers(self) -> ServerConnections: ...
 
     def number(self) -> int:
         """Return the serial number of the next program."""

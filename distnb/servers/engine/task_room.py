@@ -23,7 +23,7 @@ from distnb.runtime.randomness import streams
 from distnb.servers.closure_messages import AssignTask, ClosureResult, RunClosure, ServersReplaced
 from distnb.servers.engine.closure_runner import Runner
 from distnb.servers.variables.access import ServerAccess
-from distnb.servers.variables.client import Servers
+from distnb.servers.variables.client import ServerConnections
 from distnb.servers.variables.here import servers_here
 from distnb.servers.variables.storage.service import Service
 from distnb.topology import PS, Device, Team
@@ -157,7 +157,7 @@ class WorkerTask:
         else:
             self.link = Link(zmq.Context(), engine, message.url, **keys)
         self._addresses = dict(message.servers)
-        self._servers = Servers(self._addresses, engine + 1, connection)
+        self._servers = ServerConnections(self._addresses, engine + 1, connection)
         self.access: ServerAccess
         access = ServerAccess(self._servers, is_worker=True, device=torch_device(device))
         if len(mates) == 1:

@@ -48,7 +48,7 @@ from distnb.wire.messages import Died, ErrorReport, Hello, Output, ProgramReclai
 if TYPE_CHECKING:
     from distnb.notebook.engines import Engines
     from distnb.servers.coordinator.coordinator import ClusterCoordinator
-    from distnb.servers.variables.client import Servers
+    from distnb.servers.variables.client import ServerConnections
 
 __all__ = ["ClosureChannel"]
 
@@ -81,7 +81,7 @@ class ClosureChannel(SessionPart):
         self._supervisor = engines.supervisor
         self._peers, self._url = engines.open_peers()
         self._addresses: dict[int, Any] = {}
-        self._client: Servers | None = None
+        self._client: ServerConnections | None = None
         # Only the thread changes the following, but any thread may add a program that it sends.
         self._under_way: dict[int, Outcome] = {}  # by program
         self._up: dict[int, int] = {}  # the pid of each connected engine
@@ -141,12 +141,12 @@ class ClosureChannel(SessionPart):
         )
 
     def _accept_server(self, server: int, address: Any) -> None:
-        from distnb.servers.variables.client import Servers
+        from distnb.servers.variables.client import ServerConnections
 
         known = self._addresses
         self._addresses = {**known, server: address}
         if self._client is None:
-            self._client = Servers({server: address}, _COORDINATOR, self._engines.keys)
+            self._client = ServerConnections({server: address}, _COORDINATOR, self._engines.keys)
         else:
             self._client.replace(server, address)
 
@@ -179,7 +179,7 @@ class ClosureChannel(SessionPart):
     # -- ClusterLink -----------------------------------------------------------------------------------------------
 
     @property
-    def servers(self) -> Servers:
+    def servers(self) -> ServerConnections:
         """The connections of this process to the parameter servers."""
         if self._client is None:
             from distnb.errors import NoClusterError

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import distnb
 from distnb.errors import NoClusterError, OptionError
 from distnb.notebook import compose
 from distnb.servers.notebook.closure_channel import ClosureChannel
@@ -55,7 +56,8 @@ def require(resolver: ClusterResolver | None = None) -> None:
     named = None if resolver is None else set(tasks_in(resolver.cluster_spec()))
     if session is None and resolver is not None:
         compose.start(
-            cluster_resolver=resolver, on_progress=lambda text: print(f"distnb: {text}", file=sys.stderr, flush=True)
+            on=distnb.Servers(resolver),
+            on_progress=lambda text: print(f"distnb: {text}", file=sys.stderr, flush=True),
         )
         return
     if session is None:

@@ -38,7 +38,7 @@ from distnb.servers.variables.server_messages import (
 from distnb.servers.variables.shard_placement import Part, PlacedShard, Stored
 
 if TYPE_CHECKING:
-    from distnb.servers.variables.client import Servers
+    from distnb.servers.variables.client import ServerConnections
     from distnb.servers.variables.worker_replicas import WorkerReplicas
 
 __all__ = ["ClosureRun", "ServerAccess"]
@@ -109,7 +109,7 @@ class ServerAccess:
         is_one_of_several: Whether this process is one replica of a worker with several.
     """
 
-    def __init__(self, servers: Servers, *, is_worker: bool, device: torch.device | None = None) -> None:
+    def __init__(self, servers: ServerConnections, *, is_worker: bool, device: torch.device | None = None) -> None:
         self.servers = servers
         self.is_worker = is_worker
         self.device = device or torch.device("cpu")

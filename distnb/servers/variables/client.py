@@ -22,7 +22,7 @@ from distnb.wire.channel import Link, ProgramLink
 from distnb.wire.tensors import encode_tensors
 from distnb.wire.unix_socket import connect
 
-__all__ = ["ClientKeys", "Servers"]
+__all__ = ["ClientKeys", "ServerConnections"]
 
 _logger = logging.getLogger("distnb.servers.variables")
 
@@ -43,7 +43,7 @@ class ClientKeys(Protocol):
     def client_secret(self) -> str: ...
 
 
-class Servers:
+class ServerConnections:
     """The connections of one client to the parameter servers. They are thread-safe: exchanges run one at a time.
 
     Args:

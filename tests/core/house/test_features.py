@@ -53,7 +53,7 @@ USES = {
     "detached": "distnb.start(1, detach=True)",
     "estimator": "distnb.estimator",
     "keras": "distnb.keras",
-    "machines": "distnb.start(hosts=['a'])",
+    "machines": "distnb.start(on=distnb.SSH(['a']))",
     "sharded": "distnb.ShardedStrategy(['cpu:0', 'cpu:1'])",
 }
 """The use of a feature that its absence refuses, as one statement."""
