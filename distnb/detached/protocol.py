@@ -1,13 +1,15 @@
-"""The messages between the daemon of a detached cluster and its clients, over a UNIX socket.
+"""The messages of a detached cluster: between its daemon and the daemon's clients, and to engines that stay.
 
-Each message is a pickle, since both ends are processes of one user, in a directory that nobody else can enter. A client
-sends requests, and the daemon answers each of them, in any order, except "stop": the cluster's end is its answer, and
-ends the connection. The daemon also sends events:
+Clients reach the daemon over a UNIX socket. Each message is a pickle, since both ends are processes of one user, in a
+directory that nobody else can enter. A client sends requests, and the daemon answers each of them, in any order, except
+"stop": the cluster's end is its answer, and ends the connection. The daemon also sends events:
 
     client → daemon   DaemonRequest(1, "restart", ([2],))
     daemon → client   DaemonProgress(1, "1 of 1 engine ready")
     daemon → client   DaemonAnswer(1, value=None, engines={…})
     daemon → client   Exited(0, 4711, "was killed by SIGKILL", engines={…})
+
+A notebook that connects sends `ShowKept` to its engines on the control channel, and then `Restore` as a program.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distnb.cluster.connection import Keys
-from distnb.cluster.lifecycle import EngineProcess
+if TYPE_CHECKING:
+    from distnb.cluster.connection import Keys
+    from distnb.cluster.lifecycle import EngineProcess
+    from distnb.topology import Team
+    from distnb.wire.messages import ObjectId
 
 __all__ = [
     "SOCKET_NAME",
@@ -29,6 +34,8 @@ __all__ = [
     "DaemonProgress",
     "DaemonRequest",
     "ClusterSummary",
+    "Restore",
+    "ShowKept",
     "Taken",
 ]
 
@@ -131,3 +138,35 @@ class ClusterSummary(NamedTuple):
     ends: float | None
     used_by: str
     rss_nbytes: int | None
+
+
+# -- to engines --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShowKept:
+    """Order to send the events that it has kept since a program, and all events from then on.
+
+    Attributes:
+        since: The first program that the earlier notebook did not see end; 0 if it saw the ends of all.
+    """
+
+    since: int
+
+
+class Restore(NamedTuple):
+    """Order to describe everything that the engines have, for a notebook that knows nothing.
+
+    Attributes:
+        snapshot: A snapshot without values.
+        names: The names that the earlier notebook had bound to engine objects, with the ids of the objects.
+        skipped: The names that the notebook has already, and that are not to be described.
+        undone: The engines whose latest program was ended, since the others did not receive it.
+    """
+
+    program: int
+    team: Team
+    snapshot: Any
+    names: Mapping[str, ObjectId]
+    skipped: tuple[str, ...] = ()
+    undone: tuple[int, ...] = ()

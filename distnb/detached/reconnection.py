@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from distnb.detached.protocol import Restore, ShowKept
 from distnb.detached.saved_names import SavedNames
 from distnb.errors import ClusterError, ReplicaStuck
 from distnb.notebook.engines import Engines
@@ -25,7 +26,7 @@ from distnb.notebook.namespace.user_names import user_names
 from distnb.notebook.session_part import Ask
 from distnb.topology import Team
 from distnb.values import Mirrored
-from distnb.wire.messages import EngineState, Hello, Restore, ShowKept, Status
+from distnb.wire.messages import EngineState, Hello, Status
 
 __all__ = ["Restored", "restore_names", "resume_programs"]
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from distnb.detached.kept_events import KeptEvents
+from distnb.detached.protocol import Restore, ShowKept
 from distnb.engine.absence import Absence
+from distnb.engine.rooms import ProgramKind
+from distnb.runtime.randomness import streams
+from distnb.wire.messages import Reply
+
+if TYPE_CHECKING:
+    from distnb.engine.agent import Agent
 
 __all__ = ["Staying"]
 
@@ -54,7 +62,24 @@ class Staying(Absence):
             send([self._hello()])
             self._reconnect()
 
-    def end(self, engine: int, since: int) -> Sequence[Any]:
+    def follow(self, order: Any, engine: int) -> Sequence[Any]:
+        """End the absence, if the order is `ShowKept`. Return the events that the next notebook has not seen."""
+        if not isinstance(order, ShowKept):
+            return ()
         _logger.info("another notebook is connected")
         self.lasts, self.unseen = False, 0
-        return self._kept.since(since, engine) if since else ()
+        return self._kept.since(order.since, engine) if order.since else ()
+
+    def add_programs(self, agent: Agent) -> None:
+        agent.kinds[Restore] = ProgramKind(run=partial(_restore, agent), replica=agent.replica_in, measured=False)
+
+
+def _restore(agent: Agent, message: Restore, replica: int) -> Reply:
+    """Describe all that this engine has."""
+
+    def body() -> Any:
+        if agent.engine in message.undone:
+            streams.undo_run()
+        return agent.namespace.restore(message.snapshot, replica, message.names, message.skipped)
+
+    return agent.run_together(message.program, message.team, replica, body)

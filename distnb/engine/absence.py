@@ -9,6 +9,7 @@ from distnb import features
 
 if TYPE_CHECKING:
     from distnb.cluster.connection import Connection
+    from distnb.engine.agent import Agent
 
 __all__ = ["Absence", "absence_of"]
 
@@ -39,9 +40,12 @@ class Absence:
     def meet(self, send: Callable[[list[Any]], None]) -> None:
         """Introduce this engine to a notebook that has connected."""
 
-    def end(self, engine: int, since: int) -> Sequence[Any]:
-        """End the absence. Return the events since the first program that the next notebook has not seen, if not 0."""
+    def follow(self, order: Any, engine: int) -> Sequence[Any]:
+        """Follow an order of a kind that only this object knows. Return events to send."""
         return ()
+
+    def add_programs(self, agent: Agent) -> None:
+        """Add kinds of programs to the agent, with which a notebook resumes."""
 
 
 def absence_of(connection: Connection, hello: Callable[[], Any], reconnect: Callable[[], None]) -> Absence:

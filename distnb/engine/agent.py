@@ -52,7 +52,6 @@ from distnb.objects.packing import Packed
 from distnb.runtime import spmd, step_count
 from distnb.runtime.inspection import inspecting
 from distnb.runtime.program_ends import program_ended
-from distnb.runtime.randomness import streams
 from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
 from distnb.values import DistributedValues
@@ -70,7 +69,6 @@ from distnb.wire.messages import (
     PostMortem,
     ProgramEnded,
     Reply,
-    Restore,
     RunCell,
     Unreadable,
 )
@@ -100,6 +98,7 @@ class Agent:
         notices: The handlers of messages that are not programs and get no reply, by class of message.
         suspensions: Functions to call before each program that is not a room's own.
         connection, engine, device: The cluster, and this engine's number and device in it.
+        namespace: This side of the namespace that the engine shares with the notebook.
     """
 
     def __init__(self, shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> None:
@@ -114,7 +113,7 @@ class Agent:
         self._who, self._size = "", 1  # this replica's name in the latest program, and the number of its replicas
         place = str(torch_device(device))
         self._objects = ObjectsOfTeams(shell.user_ns, "cpu" if place.startswith("cpu") else place)
-        self._namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
+        self.namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
         context: zmq.Context[Any] = zmq.Context()
         keys: dict[str, Any] = {
             "server_public": connection.server_public.encode(),
@@ -164,13 +163,13 @@ class Agent:
             CallFunction: ProgramKind(run=self._call, replica=self.replica_in, drops_failure=True),
             Apply: ProgramKind(run=self._apply, replica=self.replica_in, measured=False),
             PostMortem: ProgramKind(run=self._post_mortem, replica=self._failed_replica, measured=False),
-            Restore: ProgramKind(run=self._restore, replica=self.replica_in, measured=False),
         }
         self.notices: dict[type, Callable[[Any], None]] = {}
         self.suspensions: list[Callable[[], None]] = []
+        self._absence.add_programs(self)
         self._adapt_shell(logs)
         note_work_of_pools()
-        this_process.note_names = self._namespace.note_names
+        this_process.note_names = self.namespace.note_names
         this_process.live_sink = self._control.live
         groups.when_failed = self._control.end_program
 
@@ -404,7 +403,7 @@ class Agent:
         report = None
         if error is cause or not self._guard.aborted:
             try:
-                report = self._report(program, error, None if alone else self._namespace.pack_error)
+                report = self._report(program, error, None if alone else self.namespace.pack_error)
             except (KeyboardInterrupt, ProgramAborted):
                 pass  # the error's __str__ is user code, too, and the order ended it
         if report is None or self._guard.interrupted:
@@ -448,15 +447,15 @@ class Agent:
         def body() -> None:
             nonlocal mark
             self.join(message.team, replica)
-            self._namespace.open(message.snapshot, replica)
-            mark = self._namespace.begin(message.source)
+            self.namespace.open(message.snapshot, replica)
+            mark = self.namespace.begin(message.source)
             groups.program_began(program)
             if message.only is None or replica in message.only:
                 strategy = strategies.resolve(message.strategy)
                 scope = strategy.scope() if message.in_scope else nullcontext()
                 with threads_awaited(), strategy.cell(), scope, profile or nullcontext():
                     self._executor.run(message.source, message.filename, message.function)
-                    self._namespace.refuse_placeholders(mark)
+                    self.namespace.refuse_placeholders(mark)
             self._shell.events.trigger("post_execute")  # figures that were drawn are shown now
             self._completed()
 
@@ -471,7 +470,7 @@ class Agent:
             groups.program_failed()
         results, interrupt = None, None
         if mark is not None:
-            results, interrupt = self._described(program, partial(self._namespace.finish, mark))
+            results, interrupt = self._described(program, partial(self.namespace.finish, mark))
         failed = interrupt or failed
         trace = profile.trace() if profile is not None and not self._guard.aborted else None
         try:
@@ -501,7 +500,7 @@ class Agent:
 
     def _call(self, message: CallFunction, replica: int) -> Reply:
         def body() -> Any:
-            args, kwargs = self._namespace.open_call(message.snapshot, replica)
+            args, kwargs = self.namespace.open_call(message.snapshot, replica)
             strategy = strategies.resolve(message.strategy)
             with threads_awaited():
                 if message.method:
@@ -510,30 +509,22 @@ class Agent:
                 else:
                     function, *rest = select(args, replica)
                     result = function(*rest)
-            return self._namespace.close_call(result)
+            return self.namespace.close_call(result)
 
-        return self._run_together(
+        return self.run_together(
             message.program, message.team, replica, body, nothing_new=message.snapshot.binds_nothing
         )
-
-    def _restore(self, message: Restore, replica: int) -> Reply:
-        def body() -> Any:
-            if self.engine in message.undone:
-                streams.undo_run()
-            return self._namespace.restore(message.snapshot, replica, message.names, message.skipped)
-
-        return self._run_together(message.program, message.team, replica, body)
 
     def _apply(self, message: Apply, replica: int) -> Reply:
         def body() -> Any:
             with threads_awaited():
-                return object_operations.carry_out(self._namespace, message)
+                return object_operations.carry_out(self.namespace, message)
 
         if message.operation in object_operations.QUIET:
             return Reply(program=message.program, status="ok", value=self._guard.call(message.program, body))
-        return self._run_together(message.program, message.team, replica, body)
+        return self.run_together(message.program, message.team, replica, body)
 
-    def _run_together(
+    def run_together(
         self, program: int, team: Team, replica: int, body: Callable[[], Any], *, nothing_new: bool = False
     ) -> Reply:
         """Run a function that may communicate with the rest of the team.
@@ -554,7 +545,7 @@ class Agent:
             value = self._guard.call(program, joined)
         except BaseException as error:  # noqa: BLE001  # its effects until then are reported, as of a cell
             groups.program_failed()
-            results, _ = self._described(program, self._namespace.abandon_call)
+            results, _ = self._described(program, self.namespace.abandon_call)
             return self.failed(program, error, results)
         caught = self._guard.caught
         return Reply(program=program, status="ok", value=value, steps=step_count.steps - before, caught=caught)

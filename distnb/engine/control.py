@@ -55,7 +55,6 @@ from distnb.wire.messages import (
     ReclaimProgram,
     SendLog,
     SetLogLevel,
-    ShowKept,
     Stacks,
     TelemetrySample,
     WidgetChange,
@@ -266,9 +265,6 @@ class Control:
             self._guard.abort(order.program, order.reason, order.interrupted, free)
         elif isinstance(order, Answer):
             self._console.answer(order)
-        elif isinstance(order, ShowKept):
-            if kept := self._absence.end(self._engine, order.since):
-                self._link.send(list(kept))
         elif isinstance(order, Prompting):
             self._hold_limits(order.on)
         elif isinstance(order, ReclaimProgram):
@@ -294,6 +290,8 @@ class Control:
                 self._measure()
             self._next_points = 0.0
             self.emit(Flushed(self._engine, order.number))
+        elif kept := self._absence.follow(order, self._engine):
+            self._link.send(list(kept))
 
     def _free(self, reason: str, *, interrupted: bool = False) -> None:
         self._free_collectives(reason, interrupted=interrupted)

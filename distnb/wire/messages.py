@@ -49,11 +49,9 @@ __all__ = [
     "ProgramEnded",
     "Prompting",
     "Reply",
-    "Restore",
     "RunCell",
     "SendLog",
     "SetLogLevel",
-    "ShowKept",
     "Stacks",
     "Status",
     "ReclaimProgram",
@@ -138,24 +136,6 @@ class Apply(NamedTuple):
     payload: Any = None
 
 
-class Restore(NamedTuple):
-    """Order to describe everything that the engines have, for a notebook that knows nothing.
-
-    Attributes:
-        snapshot: A snapshot without values.
-        names: The names that the earlier notebook had bound to engine objects, with the ids of the objects.
-        skipped: The names that the notebook has already, and that are not to be described.
-        undone: The engines whose latest program was ended, since the others did not receive it.
-    """
-
-    program: int
-    team: Team
-    snapshot: Any
-    names: Mapping[str, ObjectId]
-    skipped: tuple[str, ...] = ()
-    undone: tuple[int, ...] = ()
-
-
 class PostMortem(NamedTuple):
     """Order to open a debugger's prompt where this engine's latest cell or call failed or was ended."""
 
@@ -215,17 +195,6 @@ class Unreadable:
 
 
 # -- control channel, notebook to engine -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ShowKept:
-    """Order to a detached engine to send the events that it has kept since a program, and all events from then on.
-
-    Attributes:
-        since: The first program that the earlier notebook did not see end; 0 if it saw the ends of all.
-    """
-
-    since: int
 
 
 @dataclass(frozen=True)
