@@ -251,8 +251,8 @@ def unused(objects: Any, states: Any, name: str = "") -> list[str]:
 
 
 def on_replicas(function: Callable[..., Any], handle: Any, *others: Any) -> Any:
-    """Call a function with a handle's object on the replicas, in the way that torch's functions are called."""
-    return type(handle).__torch_function__(function, (), (handle, *others))
+    """Call a function of distnb with a handle's object on the replicas."""
+    return handle._on_replicas(function, *others)
 
 
 def handles_of_shards(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,9 @@ class _Handle(DistributedValues):
             return hash(self._read())
         self._refuse("cannot be hashed" if "none" in kinds else "has no hash of its own")
 
+    def _on_replicas(self, function: Callable[..., Any], *others: Any) -> Any:
+        return _apply(self, function, *others)
+
     def _refuse(self, wish: str) -> NoReturn:
         state = state_of_handle(self)
         what = f"{state.label[0].upper()}{state.label[1:]} (a {state.type_name} on the replicas)"
