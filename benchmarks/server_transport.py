@@ -28,8 +28,8 @@ import zmq
 from benchmarks.harness import Target, compare, report, timed
 from distnb.cluster.connection import Keys, make_keys
 from distnb.objects.memory.blocks import bytes_of
-from distnb.servers.variables.client import ServerConnections
-from distnb.servers.variables.server_messages import Address, Create, MakeOptimizer, Pull, Shard, StepOptimizer
+from distnb.servers.client import ServerConnections
+from distnb.servers.server_messages import Address, Create, MakeOptimizer, Pull, Shard, StepOptimizer
 from distnb.servers.variables.storage.service import Service
 
 OURS, CURVE, IPC, TCP, MEMCPY = "distnb", "distnb, TCP with CURVE", "ZMQ ipc", "ZMQ tcp", "memcpy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from distnb import features
 from distnb.cluster.resolvers.base import ClusterResolver
 from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.cluster.worker_placement import workers_of
@@ -22,6 +23,7 @@ def tasks_of(
 
     Raises:
         OptionError: Only one of `workers` and `ps` is given, a number is not positive, or `n` is given as well.
+        MissingFeatureError: The feature of parameter servers was removed.
 
     Example:
         >>> tasks_of(1, 2)
@@ -45,6 +47,7 @@ def tasks_of(
         raise OptionError(
             f"n={n} with workers={workers} and ps={ps}, which already determine the number of engines. Leave out n."
         )
+    features.check("strategies", "ParameterServerStrategy")
     assert workers is not None
     assert ps is not None
     computing = tuple(Task(WORKER, index) for index in range(workers) for _ in range(replicas))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.detached.kept_events import KeptEvents
 from distnb.detached.protocol import Restore, ShowKept
 from distnb.engine.absence import Absence
-from distnb.engine.rooms import ProgramKind
+from distnb.engine.program_kinds import ProgramKind
 from distnb.runtime.randomness import streams
 from distnb.wire.messages import Reply
 

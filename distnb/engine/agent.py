@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import math
 import multiprocessing
@@ -40,11 +39,12 @@ from distnb.engine.namespace.engine_objects import ObjectsOfTeams
 from distnb.engine.output import progress_bars, telemetry, widget_comms
 from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.profiling import Profile
-from distnb.engine.rooms import ROOMS, ProgramKind
+from distnb.engine.program_kinds import ProgramKind
 from distnb.engine.started_threads import note_work_of_pools, threads_awaited
 from distnb.engine.users_loop import UsersLoop
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveError, ProgramAborted
+from distnb.features import require
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
 from distnb.objects.code import spawned_processes
@@ -94,9 +94,9 @@ class Agent:
     All programs share one namespace, the user namespace of the engine's IPython shell.
 
     Attributes:
-        kinds: The kind of program by class of message. A room adds its own: see `distnb.engine.rooms`.
+        kinds: The kind of program by class of message. A feature adds its own: see `program_kinds`.
         notices: The handlers of messages that are not programs and get no reply, by class of message.
-        suspensions: Functions to call before each program that is not a room's own.
+        suspensions: Functions to call before each program that is not a feature's own.
         connection, engine, device: The cluster, and this engine's number and device in it.
         namespace: This side of the namespace that the engine shares with the notebook.
     """
@@ -313,9 +313,9 @@ class Agent:
             self._listening = False
 
     def _kind_of(self, message: Any) -> ProgramKind:
-        """Return the kind of a program. Load its room first if necessary."""
+        """Return the kind of a program. Install the feature that adds it first if necessary."""
         if type(message) not in self.kinds:
-            importlib.import_module(ROOMS[type(message).__module__]).install(self)
+            require("programs", type(message).__module__)(self)
         return self.kinds[type(message)]
 
     def receive_from(self, link: ProgramLink) -> None:
@@ -374,16 +374,16 @@ class Agent:
         return reply
 
     def _failed_replica(self, message: PostMortem) -> int:
-        self._suspend_rooms()
+        self._suspend_features()
         return self._failure.replica if self._failure is not None else 0
 
-    def _suspend_rooms(self) -> None:
+    def _suspend_features(self) -> None:
         for suspend in self.suspensions:
             suspend()
 
     def replica_in(self, message: Any) -> int:
         """Return this engine's replica number in a program of a team."""
-        self._suspend_rooms()
+        self._suspend_features()
         replica: int = message.team.rank_of(self.engine)
         self._who, self._size = f"replica {replica} ({message.team.devices[replica]})", message.team.size
         return replica

@@ -13,7 +13,7 @@ from distnb.checkpoint.stored_tensors import StoredTensor, whole
 from distnb.checkpoint.tensor_slices import is_sharded, read_like
 from distnb.errors import OptionError
 from distnb.keras.model_state import buffers_in
-from distnb.servers.variables.here import servers_here
+from distnb.runtime.this_process import this_process
 
 __all__ = ["KERAS_OBJECTS"]
 
@@ -36,9 +36,9 @@ class _KerasObjects(Kind):
                 "after `fit`, or call `build`."
             )
         parts = _parts(value).items()
-        if servers_here.access is not None:  # with parameter servers the variables are copies of the servers'
+        if this_process.store is not None:  # the variables may be copies
             kept = [each for part, variables in parts if part != _BUFFERS for each in variables]
-            servers_here.access.refresh_copies([each.value for each in kept])
+            this_process.store.refresh_copies([each.value for each in kept])
         values: dict[str, Any] = {part: [_tensor(each).detach() for each in variables] for part, variables in parts}
         return values | ({_CLASS: _class_of_optimizer(value)} if "optimizer" in values else {})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from distnb.accelerators import torch_device
 from distnb.checkpoint.tensor_slices import is_sharded
 from distnb.errors import ContextError, OptionError
+from distnb.features import find
 from distnb.keras import keras_internals
 from distnb.keras.callbacks.chief_callbacks import ChiefCallbacks
 from distnb.keras.data import SameBatches, resolve_data
@@ -25,7 +26,6 @@ from distnb.runtime import contexts, randomness, step_count
 from distnb.runtime.chief_work.chief_first import chief_first
 from distnb.runtime.reduction.equal_values import make_equal
 from distnb.runtime.this_process import this_process
-from distnb.servers.keras.parameter_servers import ModelOnServers
 
 __all__ = ["adopt", "optimizer_tensors", "parts"]
 
@@ -36,7 +36,6 @@ _SAVES = ("save", "save_weights", "export")
 _LOAD = "load_weights"
 _FUNCTIONS = ("train", "test", "predict")
 _MAKERS = tuple(f"make_{kind}_function" for kind in _FUNCTIONS)
-_ALL = (*_METHODS, *_SAVES, _LOAD, *_MAKERS)
 
 
 def adopt(strategy: Any, model: Any) -> None:
@@ -46,9 +45,9 @@ def adopt(strategy: Any, model: Any) -> None:
     change its class.
     """
     if "fit" not in vars(model):
-        names = ModelOnServers.methods if strategy.has_coordinator else _ALL
-        for name in names:
-            vars(model)[name] = _prepare_first(strategy, model, name, names)
+        training = find("models of Keras", strategy.feature) or ModelOnReplicas
+        for name in training.methods:
+            vars(model)[name] = _prepare_first(strategy, model, name, training)
 
 
 def optimizer_tensors(model: Any) -> list[Any]:
@@ -62,21 +61,29 @@ def parts(model: Any) -> list[Any]:
     return keras_internals.parts(model)
 
 
-def _prepare_first(strategy: Any, model: Any, name: str, names: Sequence[str]) -> Callable[..., Any]:
+def _prepare_first(strategy: Any, model: Any, name: str, training: Any) -> Callable[..., Any]:
     """Return a replacement for a method of the model. The first call of any replacement prepares the model."""
 
     @functools.wraps(getattr(model, name))
     def method(*args: Any, **kwargs: Any) -> Any:
-        for each in names:
+        for each in training.methods:
             vars(model).pop(each)
-        (ModelOnServers if names is ModelOnServers.methods else ModelOnReplicas)(strategy, model)
+        training(strategy, model)
         return getattr(model, name)(*args, **kwargs)
 
     return method
 
 
 class ModelOnReplicas:
-    """Replacements of a model's methods. The model refers to this object through them."""
+    """Replacements of a model's methods. The model refers to this object through them.
+
+    A feature adds a class like this one at "models of Keras" for its strategy.
+
+    Attributes:
+        methods: The names of the methods that are replaced.
+    """
+
+    methods = (*_METHODS, *_SAVES, _LOAD, *_MAKERS)
 
     def __init__(self, strategy: Any, model: Any) -> None:
         self._strategy = strategy

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distnb.errors import OptionError
+from distnb.features import every
 from distnb.process_log import merged
 
 if TYPE_CHECKING:
@@ -56,13 +57,12 @@ def save(session: Session, path: Path) -> int:
 
 
 def _files(session: Session) -> Iterator[tuple[str, str]]:
-    from distnb.servers.coordinator.coordinator import stories  # loads torch
-
     yield "versions.txt", "\n".join(_versions()) + "\n"
     yield "engines.txt", "\n".join(map(str, session.status())) + "\n"
     yield "stories/supervision.txt", "\n".join(map(str, session.story)) + "\n"
-    for place, story in enumerate(stories()):
-        yield f"stories/closures-{place}.txt", "\n".join(map(str, story)) + "\n"
+    for stories in every("stories"):
+        for name, story in stories().items():
+            yield f"stories/{name}.txt", "\n".join(map(str, story)) + "\n"
     for engine, text in session.logs(_OUTPUT_LINES).items():
         yield f"output/engine-{engine}.log", text
     for process, text in session.log_texts().items():

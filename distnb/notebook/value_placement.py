@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from distnb.features import find
 from distnb.notebook import compose as sessions
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.remote_dataset import RemoteDataset
@@ -14,10 +15,9 @@ from distnb.values import structure
 from distnb.wire.value_facts import Holding
 
 if TYPE_CHECKING:
-    from distnb.servers.variables.shard_placement import PlacedShard
     from distnb.strategies.base import Strategy
 
-__all__ = ["devices_model", "devices_of", "placement_of", "server_placement"]
+__all__ = ["devices_model", "devices_of", "placement_of", "stored_placement"]
 
 _HERE = "this process"
 _STUCK = "An engine is stuck and does not answer (%distnb status)."
@@ -95,33 +95,11 @@ def devices_of(strategy: Strategy) -> DevicesModel:
     return DevicesModel.of([row for row in rows if row.engine in names], memory, held, names)
 
 
-def server_placement(strategy: Strategy) -> PlacementModel | None:
-    """Return the shards of a strategy's variables on parameter servers; None if it has no such placement."""
-    placement = getattr(type(strategy), "placement", None)
-    if placement is None:
-        return None
-    rows: dict[str, list[PlacedShard]] = {}
-    for row in placement(strategy):
-        rows.setdefault(row.name, []).append(row)
-    held = [
-        Holding(
-            name=name,
-            whole=row.shape,
-            bounds=None,
-            kind="stored",
-            dtype=_dtype(row),
-            device="",
-            nbytes=row.nbytes,
-            holder=f"ps {row.server}",
-        )
-        for name, shards in rows.items()
-        for row in shards
-    ]
-    return PlacementModel.of("variables on parameter servers", 1, {0: held})
-
-
-def _dtype(row: PlacedShard) -> str:
-    return str(row.dtype).removeprefix("torch.")
+def stored_placement(strategy: Strategy) -> PlacementModel | None:
+    """Return the placement of a strategy's variables that no replica holds; None if it has no such variables."""
+    placement = find("placements", strategy.feature)
+    model: PlacementModel | None = None if placement is None else placement(strategy)
+    return model
 
 
 def _held(user_ns: Mapping[str, Any]) -> dict[int, dict[str, int]]:

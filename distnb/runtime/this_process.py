@@ -5,14 +5,33 @@ A plain script has no such host, so the attributes keep their defaults. Importin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import torch
+
     from distnb.runtime.base import Owner, Runtime
     from distnb.runtime.spmd import SpmdProcess
+    from distnb.wire.value_facts import Holding
 
-__all__ = ["this_process"]
+__all__ = ["Store", "this_process"]
+
+
+class Store(Protocol):
+    """Access to values that live in other processes. Tensors of this process may be copies of them.
+
+    Attributes:
+        is_worker: Whether another process, whose program this one computes a part of, adds up the counts made here.
+    """
+
+    is_worker: bool
+
+    def holdings(self, tensor: torch.Tensor) -> Sequence[Holding] | None:
+        """Return the parts of the value that a tensor copies or represents, or None for other tensors."""
+
+    def refresh_copies(self, copies: Iterable[torch.Tensor]) -> None:
+        """Send the changes of some copies, and update these copies. Other tensors are ignored."""
 
 
 class _ThisProcess:
@@ -31,6 +50,7 @@ class _ThisProcess:
         live_sink: Receives the arguments of `distnb.live`: the values, (training step, call of `run`), and the run's
             name. Set by an engine, which sends them, and by a notebook, which draws them. None: they are printed.
         publish: Sends a display's data, by MIME type, to the notebook, which draws it. Set by an engine.
+        store: The values that live in other processes, if the program has any; None otherwise. Set by their feature.
         note_names: Called when a scope opens. The function that it returns is called if the scope ends with an error,
             and unbinds the names assigned in the scope. Set by an engine. In a script both do nothing.
     """
@@ -43,6 +63,7 @@ class _ThisProcess:
         self.cure_for: Callable[[BaseException], str] = lambda error: ""
         self.live_sink: Callable[[dict[str, Any], tuple[int, int], str], None] | None = None
         self.publish: Callable[[dict[str, Any]], None] | None = None
+        self.store: Store | None = None
         self.note_names: Callable[[], Callable[[], None]] = lambda: lambda: None
 
 

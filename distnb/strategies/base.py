@@ -104,8 +104,8 @@ class Strategy:
     """Whether the notebook's own process runs a `%%distribute` cell, instead of the replicas."""
     needs_engines: ClassVar[bool] = True
     """Whether a notebook needs a running cluster for the strategy."""
-    has_coordinator: ClassVar[bool] = False
-    """Whether a ClusterCoordinator assigns the work to workers, one closure at a time."""
+    feature: ClassVar[str] = ""
+    """The name under which a feature adds to the strategy at extension points (its runtime, say); "" for none."""
     device_type: ClassVar[str] = ""
     """The required type of all devices; "" for any."""
     cell_names: ClassVar[Mapping[str, str]] = {}

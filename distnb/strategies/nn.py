@@ -12,6 +12,7 @@ from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scopes.divided_objects import is_divided
 from distnb.strategies.context import get_replica_context, get_strategy
 from distnb.values import DistributedValues
+from distnb.variables.variable import Variable
 
 __all__ = ["compute_average_loss", "embedding_lookup", "scale_regularization_loss"]
 
@@ -98,14 +99,21 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> to
         >>> embedding_lookup(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [1, 1, 0])[:, 0]
         tensor([3., 3., 1.])
     """
-    from distnb.servers.variables.server_variable import lookup
-
-    rows: torch.Tensor = lookup(params, ids)
+    places, table = torch.as_tensor(ids).long(), _table(params)
+    rows = table._rows_at(places) if isinstance(table, Variable) else torch.nn.functional.embedding(places, table)
     if max_norm is None:
         return rows
     norms: torch.Tensor = torch.linalg.vector_norm(rows.flatten(torch.as_tensor(ids).dim()), dim=-1)
     scale = (max_norm / norms.clamp_min(max_norm)).reshape(*norms.shape, *[1] * (rows.dim() - norms.dim()))
     return rows * scale
+
+
+def _table(params: Any) -> Any:
+    """Return the variable to which a list of shards belongs, or any other argument itself."""
+    if not isinstance(params, (list, tuple)) or not all(isinstance(each, Variable) for each in params):
+        return params
+    tables = {id(each._table): each._table for each in params}
+    return next(iter(tables.values())) if len(tables) == 1 else params
 
 
 def _tensor(function: str, loss: Any) -> torch.Tensor:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from distnb.errors import OptionError
+from distnb.features import require
 from distnb.options import StrategySpec
 from distnb.runtime.base import Runtime
-from distnb.servers.variables.here import servers_here
+from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 from distnb.variables.homes import Home
-
-if TYPE_CHECKING:
-    from distnb.servers.variables.shard_placement import PlacedShard
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -52,7 +50,8 @@ class ParameterServerStrategy(Strategy):
 
     kind = "parameter_server"
     about = "here, as the coordinator: `coordinator` hands out work to the workers"
-    is_local = has_coordinator = True
+    is_local = True
+    feature = "ParameterServerStrategy"
     cell_names: ClassVar[Mapping[str, str]] = {"coordinator": "distnb.coordinator:ClusterCoordinator"}
     word_options = ()
     refusal = "it runs in the notebook's own process"
@@ -77,7 +76,7 @@ class ParameterServerStrategy(Strategy):
         strategy = cls._of(StrategySpec(kind=cls.kind, devices=(), num_replicas=0, options=options))
         if cluster_resolver is not None:
             strategy._resolver = cluster_resolver
-        if servers_here.access is None or not servers_here.access.is_worker:
+        if this_process.store is None or not this_process.store.is_worker:
             strategy.check_cluster()
             _ = strategy.runtime
         return strategy
@@ -85,26 +84,24 @@ class ParameterServerStrategy(Strategy):
     @property
     def runtime(self) -> Runtime:
         """The coordinator or the worker in this process."""
-        from distnb.servers.variables.roles import runtime_of
-
-        return runtime_of(self)
+        runtime: Runtime = _servers().runtime_of(self)
+        return runtime
 
     @property
     def home(self) -> Home:
         """The parameter servers."""
-        from distnb.servers.variables.roles import ServerHome
-
-        return ServerHome(self)
+        home: Home = _servers().ServerHome(self)
+        return home
 
     def check_cluster(self) -> None:
         """Raise if the running cluster has no parameter servers; start the one that a resolver describes."""
-        servers_here.require(self._resolver)
+        _servers().require_cluster(self._resolver)
 
     def start_options(self) -> dict[str, Any]:
         """Return the arguments of `distnb.start`: a worker for each GPU, or two, and a server."""
         return {"workers": available_gpus() or 2, "ps": 1}
 
-    def placement(self) -> tuple[PlacedShard, ...]:
+    def placement(self) -> tuple[Any, ...]:
         """Return the parameter server of each variable, and of each part that a partitioner made.
 
         The servers are queried, so the result is current.
@@ -116,11 +113,15 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ServerLost: A server is gone.
         """
-        _ = self.runtime
-        rows: tuple[PlacedShard, ...] = servers_here.access.placement()
+        rows: tuple[Any, ...] = _servers().placement(self)
         return rows
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
         """The resolver of the cluster: the given one, or TF_CONFIG's. None for a cluster that a notebook started."""
         return self._resolver or (TFConfigClusterResolver() if TFConfigClusterResolver().cluster_spec() else None)
+
+
+def _servers() -> Any:
+    """Return the module of the runtimes with which the coordinator and the workers use the servers."""
+    return require("strategies", ParameterServerStrategy.feature)

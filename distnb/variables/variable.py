@@ -143,6 +143,15 @@ class Variable(Intercepted, torch.nn.Parameter):
         self._strategy.home.in_replica(writing=False)
         return component_of(self)
 
+    @property
+    def _table(self) -> Variable:
+        """The variable whose rows are looked up: this one, or the one that this is a shard of."""
+        return self
+
+    def _rows_at(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return some rows, `[*rows.shape, ...]`, with gradients if the variable has gradients."""
+        return torch.nn.functional.embedding(rows, self)
+
     # Assigning ------------------------------------------------------------------------------------------------------
 
     def assign(self, value: Any, *, read_value: bool = True) -> Any:

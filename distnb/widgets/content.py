@@ -6,33 +6,36 @@ import html
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from distnb.notebook.output.wording import filled, html_table, human_bytes, short_number
+from distnb.notebook.output.wording import (
+    duration,
+    filled,
+    html_table,
+    human_bytes,
+    note_html,
+    short_number,
+    whole_number,
+)
 from distnb.notebook.views.chart_model import Chart, Series, charts
-from distnb.notebook.views.closures_model import ClosuresModel, largest, runs_text
 from distnb.notebook.views.crowds import noteworthy, others, unlikeness
 from distnb.notebook.views.curves import MOST_LINES
 from distnb.notebook.views.live_model import LiveModel, ReplicaRow
 from distnb.widgets.picture import as_image, picture
-from distnb.widgets.queue_picture import queue_picture
 from distnb.widgets.timeline_picture import timeline_html, timeline_image, timeline_text, waits_html
 
 __all__ = [
     "Head",
     "LiveHtml",
-    "closures_lines",
     "head",
     "head_text",
     "live_html",
     "picture_bundle",
     "plain_summary",
     "replica_table",
-    "worker_table",
 ]
 
 _COLORS = {"failed": "#ef4444", "died": "#ef4444", "interrupted": "#ca8a04"}
 """The colours of the dot in a cell's status line if something went wrong."""
 
-_SHORT_S = 0.05  # shorter running times of closures are not shown
 _SIDE_BY_SIDE = "display:inline-block;vertical-align:top;margin-right:24px"
 _WHOLE = "white-space:nowrap"
 
@@ -63,22 +66,18 @@ class Head:
 
 def head(model: LiveModel, now: float) -> Head:
     """Return the parts of a cell's status line."""
-    closures = model.closures
-    count, who = (len(model.rows), "replica") if closures is None else (len(closures.status.workers), "worker")
+    work = model.work
+    count, who = (len(model.rows), "replica") if work is None else (work.workers, "worker")
     counted = f"{count} {who}{'s' if count > 1 else ''}" if count else ""
-    facts = [_duration(model.seconds(now))]
+    facts = [duration(model.seconds(now))]
     if model.state == "cleaning up":
         facts.append("stop again to end it now")
     if model.steps:
         facts.append(
-            f"step {model.steps:,}" if closures is None else f"{model.steps:,} step{'s' if model.steps > 1 else ''}"
+            f"step {model.steps:,}" if work is None else f"{model.steps:,} step{'s' if model.steps > 1 else ''}"
         )
     facts += _reading_facts(model)
-    if closures is not None and closures.closures_per_second():
-        rate = closures.closures_per_second()
-        facts.append(f"{rate:,.0f} closures/s" if rate >= 100 else f"{rate:.1f} closures/s")
-        left = closures.seconds_left() if model.ended_at is None else None
-        facts += [f"{_duration(left)} left of the queue"] if left is not None else []
+    facts += [] if work is None else work.facts(ended=model.ended_at is not None)
     examples = sum(row.examples_per_second() for row in model.rows.values())
     if examples:
         facts.append(f"{examples:,.0f} examples/s")
@@ -101,8 +100,8 @@ def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
             str(row.replica),
             row.device,
             row.state if row.state != "running" and model.state != "ended" else "",
-            _count(row.steps),
-            _count(row.examples_per_second()),
+            whole_number(row.steps),
+            whole_number(row.examples_per_second()),
             human_bytes(row.rss_nbytes),
             human_bytes(row.device_nbytes),
             *(short_number(row.values.get(name)) for name in model.curves),
@@ -119,84 +118,23 @@ def _shown_rows(model: LiveModel) -> list[ReplicaRow]:
     return [model.rows[replica] for replica in noteworthy({each: lag[each] + exceptions[each] for each in lag})]
 
 
-def worker_table(model: LiveModel, closures: ClosuresModel) -> tuple[list[str], list[list[str]]]:
-    """Return the column titles and a row for each worker of a coordinator."""
-    header = ["worker", "device", "runs", "for", "done", "steps", "examples/s", "memory", "on device", *model.curves]
-    rows = []
-    for worker in closures.status.workers:
-        replicas = closures.status.replicas_per_worker
-        row = model.rows.get(worker.worker * replicas) or ReplicaRow(
-            replica=worker.worker
-        )  # the worker's first replica
-        rows.append(
-            [
-                str(worker.worker),
-                row.device,
-                runs_text(worker),
-                f"{worker.seconds:.1f} s" if worker.seconds >= _SHORT_S else "",
-                f"{closures.done_by(worker.worker):,}",
-                _count(row.steps),
-                _count(row.examples_per_second()),
-                human_bytes(row.rss_nbytes),
-                human_bytes(row.device_nbytes),
-                *(short_number(row.values.get(name)) for name in model.curves),
-            ]
-        )
-    return filled(header, rows)
-
-
 def plain_summary(model: LiveModel, now: float) -> str:
     """Return the view as plain text."""
     lines = [head_text(model, now), *model.troubles(), *map(_chart_text, charts(model))]
-    if model.closures is not None:
-        lines += closures_lines(model.closures)
+    lines += [] if model.work is None else model.work.lines()
     lines += filter(None, [timeline_text(model), *(model.waits.lines(now) or model.waited)])
     return "\n".join(lines)
 
 
-def closures_lines(closures: ClosuresModel) -> list[str]:
-    """Return the queue, the workers and the servers as plain text."""
-    queue = " · ".join(filter(None, [closures.queue_text(), closures.staleness_text()]))
-    workers = [
-        f"worker {each.worker}: {closures.done_by(each.worker):,} done, {runs_text(each)}"
-        for each in closures.status.workers
-    ]
-    return [f"closures: {queue}", *workers, *closures.servers()]
-
-
 def _tables_html(model: LiveModel) -> str:
-    """Return the table of the replicas, or the tables of the workers and the servers' shards, or "" without rows."""
-    if model.closures is None:
+    """Return the table of the replicas, or the tables of the work that is followed, or "" without rows."""
+    if model.work is None:
         header, rows = replica_table(model)
         table = html_table(header, rows, numeric=set(header) - {"device", "state", "at"}) if rows else ""
-        table += _note_html(others(len(rows), len(model.rows)))
+        table += note_html(others(len(rows), len(model.rows)))
         return f'<div style="overflow-x:auto">{table}</div>' if rows else ""
-    header, rows = worker_table(model, model.closures)
-    tables = [html_table(header, rows, numeric=set(header) - {"device", "runs"})]
-    if model.closures.servers():
-        tables.append(_shards_html(model.closures))
-    cells = "".join(f'<div style="{_SIDE_BY_SIDE}">{table}</div>' for table in tables)
+    cells = "".join(f'<div style="{_SIDE_BY_SIDE}">{table}</div>' for table in model.work.tables(model))
     return f'<div style="overflow-x:auto">{cells}</div>'
-
-
-def _shards_html(closures: ClosuresModel) -> str:
-    shards = largest(closures.shards)
-    rest = len(closures.shards) - len(shards)
-    rows = [
-        [each.name, str(list(each.shape)), f"ps {each.server}", human_bytes(each.nbytes), f"{each.updates:,}"]
-        for each in shards
-    ]
-    header, caption = ["variable", "shape", "on", "size", "updates"], " · ".join(closures.servers())
-    table = html_table(header, rows, numeric=("size", "updates"), caption=caption)
-    return table + _note_html(f"and {rest:,} smaller ones (see strategy.placement())" if rest else "")
-
-
-def _note_html(text: str) -> str:
-    return f'<div style="color:#808080;font-size:12px">{html.escape(text)}</div>' if text else ""
-
-
-def _queue_svg(closures: ClosuresModel) -> str:
-    return queue_picture(closures.counts(), closures.staleness_text())
 
 
 class LiveHtml(NamedTuple):
@@ -210,8 +148,8 @@ def live_html(model: LiveModel, now: float) -> LiveHtml:
     """Return the HTML that the widget shows while the cell runs. Its pictures are inline, so they do not flicker."""
     dot = f'<span class="dot {model.state}"></span>'
     status = f'<div class="status">{dot}<span class="head">{head(model, now).html}</span></div>'
-    queue = _queue_svg(model.closures) if model.closures is not None else ""
-    above = f"{status}{_troubles_html(model)}{waits_html(model, now)}{queue}"
+    work = model.work.picture() if model.work is not None else ""
+    above = f"{status}{_troubles_html(model)}{waits_html(model, now)}{work}"
     return LiveHtml(above, f"{timeline_html(model)}{_tables_html(model)}")
 
 
@@ -220,13 +158,13 @@ def picture_bundle(model: LiveModel, now: float) -> dict[str, str]:
     dot = f'<span style="color:{_COLORS.get(model.state, "#808080")}">●</span>'
     parts = [f'<div style="font-size:13px">{dot} {head(model, now).html}</div>']
     parts += [_troubles_html(model), waits_html(model, now)]
-    if model.closures is not None:
-        parts.append(as_image(_queue_svg(model.closures), model.closures.queue_text(), wide=True))
+    if model.work is not None:
+        parts.append(as_image(model.work.picture(), model.work.picture_text(), wide=True))
     drawn = charts(model)
     wide = len(drawn) == 1
     parts += [as_image(picture(chart, wide=wide), _chart_text(chart), wide=wide) for chart in drawn]
     parts.append(timeline_image(model))
-    if model.ended_at is None or model.curves or model.steps or model.state in _COLORS or model.closures is not None:
+    if model.ended_at is None or model.curves or model.steps or model.state in _COLORS or model.work is not None:
         parts.append(_tables_html(model))
     html_text = f'<div class="distnb-live">{"".join(parts)}</div>'
     return {"text/html": html_text, "text/plain": plain_summary(model, now)}
@@ -260,16 +198,5 @@ def _reading_facts(model: LiveModel) -> list[str]:
     left = model.seconds_left()
     if left is not None:
         seconds, is_all = left
-        facts.append(f"{_duration(seconds)} left{'' if is_all else ' of the epoch'}")
+        facts.append(f"{duration(seconds)} left{'' if is_all else ' of the epoch'}")
     return facts
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value else ""
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

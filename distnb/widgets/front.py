@@ -113,7 +113,7 @@ class Front:
             boundary = session.latest_program if session is not None else 0
             self._cells = deque((boundary, view) for _, view in self._cells)
             for _, view in self._cells:
-                view.has_old_replicas = bool(view.model.rows or view.model.closures)
+                view.has_old_replicas = bool(view.model.rows or view.model.work)
         if session is not None:
             self._unsubscribe = session.events.subscribe(self._enqueue)
             self._note_engines(session)

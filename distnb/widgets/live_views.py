@@ -5,7 +5,7 @@ from __future__ import annotations
 from distnb.notebook.output.wording import short_number
 from distnb.notebook.views.curves import MOST_LINES
 from distnb.notebook.views.live_model import LiveModel
-from distnb.widgets.content import closures_lines, head_text, picture_bundle, plain_summary
+from distnb.widgets.content import head_text, picture_bundle, plain_summary
 from distnb.widgets.publisher import Publisher
 
 __all__ = ["LiveView", "PictureView", "TextView"]
@@ -72,12 +72,12 @@ class TextView(LiveView):
                 values.append(f"{curve.name} {short_number(min(last))} to {short_number(max(last))}")
             else:
                 values.append(f"{curve.name} {'/'.join(map(short_number, last))}")
-        if self.model.closures is not None:
-            values.append(closures_lines(self.model.closures)[0])
+        if self.model.work is not None:
+            values.append(self.model.work.lines()[0])
         values = self.model.waits.lines(now) or values
         self.publisher.area((" · ".join([head_text(self.model, now), *values]),))
 
     def finish(self, now: float) -> None:
         self.publisher.area(())
-        if self.model.curves or self.model.steps or self.model.closures is not None:
+        if self.model.curves or self.model.steps or self.model.work is not None:
             self.publisher.write("stderr", plain_summary(self.model, now).replace("\n", " · ") + "\n")

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from distnb.notebook.views.closures_model import ClosuresModel, largest, runs_text, server_texts
 from distnb.notebook.views.live_model import LiveModel
 from distnb.runtime import step_count
 from distnb.servers.coordinator.status import CoordinatorStatus, WorkerStatus
+from distnb.servers.notebook.closures_drawing import largest, runs_text, server_texts, worker_table
+from distnb.servers.notebook.closures_model import ClosuresModel
 from distnb.servers.notebook.coordinator_watch import CoordinatorWatch
+from distnb.servers.notebook.queue_picture import queue_picture
 from distnb.servers.variables.here import servers_here
 from distnb.servers.variables.shard_placement import PlacedShard
 from distnb.widgets.cell_view import CellView
-from distnb.widgets.content import head_text, picture_bundle, plain_summary, worker_table
+from distnb.widgets.content import head_text, picture_bundle, plain_summary
 from distnb.widgets.live_views import PictureView
 from distnb.widgets.publisher import Publisher
-from distnb.widgets.queue_picture import queue_picture
 from distnb.wire.messages import Live, Output, TelemetrySample, Waiting
 
 IDLE, LOST = (
@@ -190,8 +191,8 @@ def followed() -> LiveModel:
 def test_each_worker_has_a_row() -> None:
     model = followed()
     assert head_text(model, 4.0) == "parameter_server · 2 workers · running · 4.0 s · 30 steps"
-    assert model.closures is not None
-    header, rows = worker_table(model, model.closures)
+    assert isinstance(model.work, ClosuresModel)
+    header, rows = worker_table(model, model.work)
     assert header == ["worker", "device", "runs", "for", "done", "steps", "memory", "loss"]
     assert rows[0] == ["0", "cpu:0", "<lambda>", "2.2 s", "20", "20", "300 MB", "0.5"]
     assert rows[1] == ["1", "", "lost: was killed by SIGKILL", "", "4", "", "", ""]
@@ -199,9 +200,9 @@ def test_each_worker_has_a_row() -> None:
 
 def test_the_last_picture_is_complete_also_in_plain_text() -> None:
     model = followed()
-    assert model.closures is not None
+    assert isinstance(model.work, ClosuresModel)
     workers = (WorkerStatus(worker=0, state="idle", done=30), LOST)
-    model.closures.feed(status(0, 0, 60, workers, failed=1, lost_servers=(1,)), 5.0)
+    model.work.feed(status(0, 0, 60, workers, failed=1, lost_servers=(1,)), 5.0)
     model.end(5.0, failed=True)
     bundle = picture_bundle(model, 5.0)
     assert bundle["text/plain"] == plain_summary(model, 5.0)
@@ -269,7 +270,7 @@ Watching = tuple[Coordinator, CellView, Kept]
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> Watching:
     coordinator, kept = Coordinator(), Kept()
-    monkeypatch.setattr(servers_here, "access", coordinator)
+    monkeypatch.setattr(servers_here, "access", SimpleNamespace(requests=coordinator))
     view = CellView(kept, PictureView, workers={0: 0, 1: 1})
     view.watch(CoordinatorWatch(coordinator), 0.0)  # type: ignore[arg-type]
     coordinator.current = status(5, 2, 30)
@@ -305,8 +306,8 @@ def test_a_view_is_idle_from_the_end_of_all_closures_until_the_next(watching: Wa
     coordinator.current = status(2, 2, 37)
     view.tick(4.0)
     assert view.watches(coordinator)  # type: ignore[arg-type]
-    assert view.model.closures is not None
-    assert view.model.closures.counts()["done"] == 17
+    assert isinstance(view.model.work, ClosuresModel)
+    assert view.model.work.counts()["done"] == 17
 
 
 def test_a_short_cell_shows_nothing_and_sends_servers_no_request(watching: Watching) -> None:

@@ -16,7 +16,7 @@ from distnb.coordinator import ClusterCoordinator, RemoteValue
 from distnb.errors import ClosureCancelled, NoClusterError, OptionError, ServerLost
 from distnb.notebook import engine_owners
 from distnb.notebook.compose import current, require
-from distnb.servers.variables.server_messages import Create, Describe
+from distnb.servers.server_messages import Create, Describe
 from tests.support import processes
 from tests.support.processes import wait_until
 

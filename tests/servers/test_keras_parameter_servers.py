@@ -49,7 +49,7 @@ class Coordinator:
 
     def __init__(self, strategy: Any) -> None:
         self.packer = packer_of(strategy)
-        servers = strategy.runtime.access.servers
+        servers = strategy.runtime.access.requests.servers
         self.workers = [Worker(servers, index) for index in servers_here.link().workers]
         self.numbers = itertools.count(1)
         self.scheduled = 0

@@ -62,7 +62,9 @@ def test_updates_of_several_workers_are_all_applied(strategy: Any, coordinator: 
     assert all(coordinator.fetch(results)), "a copy is never of two updates"
     coordinator.join()
     assert int(counter) == 200
-    assert strategy.runtime.access.read(strategy.runtime.access.stored_of(weight)).unique().tolist() == [-200.0]
+    assert strategy.runtime.access.requests.read(
+        strategy.runtime.access.represented.stored_of(weight)
+    ).unique().tolist() == [-200.0]
     assert float(seen.compute()) == 200
     assert optimizer.iterations == 200
     assert {status.done > 0 for status in coordinator.status().workers} == {True}

@@ -26,9 +26,9 @@ import zmq
 
 from distnb.cluster.connection import Keys, make_keys
 from distnb.errors import MessageError, ServerLost, StructureError
-from distnb.servers.variables import client as clients
-from distnb.servers.variables.client import ServerConnections
-from distnb.servers.variables.server_messages import (
+from distnb.servers import client as clients
+from distnb.servers.client import ServerConnections
+from distnb.servers.server_messages import (
     Address,
     Create,
     Describe,
@@ -67,8 +67,8 @@ PUSHER = """
 import json, os, sys
 import torch
 from distnb.cluster.connection import Keys
-from distnb.servers.variables.client import ServerConnections
-from distnb.servers.variables.server_messages import Address, StepOptimizer, WriteShard
+from distnb.servers.client import ServerConnections
+from distnb.servers.server_messages import Address, StepOptimizer, WriteShard
 
 settings = json.loads(os.environ["SETTINGS"])
 servers = ServerConnections({0: Address(*settings["address"])}, settings["number"], Keys(*settings["keys"]))

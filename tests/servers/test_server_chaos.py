@@ -70,7 +70,7 @@ class Training:
         """Check that everything was changed this often."""
         access = self.strategy.runtime.access
         assert int(self.counter) == done
-        assert access.read(access.stored_of(self.ones)).tolist() == [done] * 3
+        assert access.requests.read(access.represented.stored_of(self.ones)).tolist() == [done] * 3
         assert (self.optimizer.iterations, self.unit.iterations) == (done, done)
 
 

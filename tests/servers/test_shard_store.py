@@ -11,7 +11,7 @@ import torch
 
 from distnb.errors import ClosureCancelled, DistributedValueError, OptionError, StaleHandleError, StructureError
 from distnb.servers.closure_messages import NO_FENCE, Fence
-from distnb.servers.variables.server_messages import (
+from distnb.servers.server_messages import (
     Create,
     Describe,
     Drop,

@@ -154,25 +154,20 @@ class Program:
             ones = torch.ones(tuple(variable.shape), dtype=variable.dtype)
             return {
                 "assign_add": lambda: variable.assign_add(1),
+                "assign_add ones": lambda: variable.assign_add(ones),
                 "assign_sub": lambda: variable.assign_sub(-1),
-                "add_": lambda: variable.detach().add_(1),
-                "add_ ones": lambda: variable.detach().add_(ones),
             }
 
         def rows_of(variable: Any) -> dict[str, Callable[[], Any]]:
-            def augmented() -> None:
+            def one_by_one() -> None:
                 for row in range(variable.shape[0]):
-                    variable[row] += 1
+                    variable.scatter_sub([row], -torch.ones(1, *variable.shape[1:]))
 
             def scattered() -> None:
                 rows = list(range(variable.shape[0]))
                 variable.scatter_add(rows, torch.ones(tuple(variable.shape)))
 
-            return {
-                "rows": augmented,
-                "slice": lambda: variable[:].add_(1),
-                "scatter": scattered,
-            }
+            return {"rows": one_by_one, "scatter": scattered}
 
         found: dict[str, Callable[[], Any]] = {"step": step, "words": looked_up}
         found["pass"] = lambda: model(torch.ones(1, 3))
@@ -187,10 +182,11 @@ class Program:
         """Return the current value of each, read from the servers."""
         access = self.strategy.runtime.access
         stored = {
-            name: access.stored_of(each) for name, each in [*self.model.named_parameters(), *self.model.named_buffers()]
+            name: access.represented.stored_of(each)
+            for name, each in [*self.model.named_parameters(), *self.model.named_buffers()]
         }
         return {
-            **{name: access.read(each) for name, each in stored.items()},
+            **{name: access.requests.read(each) for name, each in stored.items()},
             "counter": self.counter.read_value(),
             "small": self.small.read_value(),
             "table": self.table.read_value(),
@@ -372,8 +368,8 @@ class Walk:
             lambda: torch.equal(program.small, program.small),
             lambda: states.state_of(program.objects, "objects"),
             lambda: states.state_of(program.model.weight, "weight"),
-            self.access.refresh,
-            self.access.fetch_changes,
+            self.access.copies.refresh,
+            self.access.copies.fetch_changes,
         ]
         self.draws.choice(ways)()
 
@@ -473,7 +469,9 @@ class Walk:
         elif hasattr(program, name):
             getattr(program, name).assign(float(most))
         else:
-            access.write(access.stored_of(getattr(program.model, name)), "assign", torch.full_like(value, most))
+            access.requests.write(
+                access.represented.stored_of(getattr(program.model, name)), "assign", torch.full_like(value, most)
+            )
         self.certain[name] = most
 
     def check(self) -> None:

@@ -31,10 +31,10 @@ from distnb.servers.coordinator.link import (
     WorkerUp,
 )
 from distnb.servers.engine.closure_runner import Runner
+from distnb.servers.server_messages import ServerReply, ServerRequest
 from distnb.servers.variables import roles
 from distnb.servers.variables.access import ServerAccess
 from distnb.servers.variables.here import servers_here
-from distnb.servers.variables.server_messages import ServerReply, ServerRequest
 from distnb.servers.variables.storage.store import ShardStore
 from distnb.wire.messages import ErrorReport, Reply
 
@@ -101,7 +101,7 @@ class SimulatedWorker:
         self.answers: dict[int, ServerReply] = {}
         self.error: str | None = None
         self._access = ServerAccess(Connections(world, (index, process)), is_worker=True)  # type: ignore[arg-type]
-        self._access.next_is_here = lambda: bool(self.inbox)
+        self._access.optimizers.next_is_here = lambda: bool(self.inbox)
         self._runner = Runner(self._access, index)
         self._runtimes: dict[Any, Any] = {}
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
@@ -164,7 +164,7 @@ class SimulatedWorker:
     def _run(self, message: RunClosure) -> None:
         self.program = message.program
         self._runner.receive(message)
-        fresh = self._access.take_fresh()
+        fresh = self._access.optimizers.take_fresh()
         try:
             if message.program in self.to_end | self.withdrawn:
                 raise _Aborted

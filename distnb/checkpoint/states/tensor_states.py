@@ -9,7 +9,7 @@ import torch
 from distnb.checkpoint.states.base import Kind, TensorOutline, described, misfit_of_tensor
 from distnb.checkpoint.stored_tensors import whole
 from distnb.checkpoint.tensor_slices import is_sharded, read_like
-from distnb.servers.variables.here import servers_here
+from distnb.runtime.this_process import this_process
 
 __all__ = ["Tensors"]
 
@@ -40,8 +40,7 @@ class Tensors(Kind):
 
 
 def _now(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's current value. On a coordinator of parameter servers, a parameter is a copy of theirs."""
-    servers = servers_here.access
-    if servers is not None and servers.stored_of(tensor) is not None:
-        servers.refresh_copies([tensor])
+    """Return a tensor's current value. The tensor may be a copy of a value that lives in another process."""
+    if this_process.store is not None:
+        this_process.store.refresh_copies([tensor])
     return tensor.detach()

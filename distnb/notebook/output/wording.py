@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["Html", "cell_name", "cell_place", "filled", "html_table", "human_bytes", "mark", "ranges", "short_number"]
+__all__ = [
+    "Html",
+    "cell_name",
+    "cell_place",
+    "duration",
+    "filled",
+    "html_table",
+    "human_bytes",
+    "mark",
+    "note_html",
+    "ranges",
+    "short_number",
+    "whole_number",
+]
 
 _CELL = "padding:1px 14px 1px 0;text-align:{align};vertical-align:top;border:none;background:none;white-space:nowrap"
 
@@ -62,6 +75,24 @@ def human_bytes(nbytes: int | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def whole_number(value: float) -> str:
+    """Return a number as `1,204`; "" for 0."""
+    return f"{value:,.0f}" if value else ""
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words: `12.3 s`, `4 min 07 s`."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def note_html(text: str) -> str:
+    """Return a note below a table as HTML, or "" without a text."""
+    return f'<div style="color:#808080;font-size:12px">{html.escape(text)}</div>' if text else ""
 
 
 def html_table(

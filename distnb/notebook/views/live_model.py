@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from distnb.notebook.views.closures_model import ClosuresModel
 from distnb.notebook.views.curves import MOST_POINTS, Curve, Line, Point
 from distnb.notebook.views.runs import History, Run
 from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.notebook.views.waits_model import WaitsModel
+from distnb.notebook.views.watch import Work
 from distnb.runtime import step_count
 from distnb.wire.messages import (
     CleaningUp,
@@ -115,7 +115,7 @@ class LiveModel:
         run_name: The run of values that are recorded without a run's name; "" for the cell's own.
         epochs: The training steps of this cell before each iteration over the training data, and its number.
         reading: The progress of the latest such iteration.
-        closures: The model of a coordinator, if the cell uses one. The replicas are then its workers.
+        work: The work that workers do for the cell, if there is any. The replicas are then the workers'.
         timeline: The model of how replicas spend their time.
         waits: The model of the operations that replicas wait in.
         waited: Sentences about the waits of replicas when a program ended with an error, an interrupt or a death.
@@ -138,7 +138,7 @@ class LiveModel:
         self.reading: step_count.Reading | None = None
         self.rows: dict[int, ReplicaRow] = {}
         self._rows_of: defaultdict[int, dict[int, ReplicaRow]] = defaultdict(dict)  # by engine, the rows by replica
-        self.closures: ClosuresModel | None = None
+        self.work: Work | None = None
         self.timeline = TimelineModel()
         self.waits = WaitsModel()
         self.waited: list[str] = []
@@ -174,7 +174,7 @@ class LiveModel:
             row.measure(event, *before)
             self.timeline.feed(event, before[0])
             self.waits.feed(event, now)
-            if self.closures is None and event.replica == 0:  # each worker reads its own data
+            if self.work is None and event.replica == 0:  # each worker reads its own data
                 self._read(event.epochs, before[0], event.reading and step_count.Reading._make(event.reading), now)
         elif isinstance(event, Status):
             self._status(event)
@@ -189,10 +189,10 @@ class LiveModel:
                 self.waited = self.waited or [f"When it ended: {line}" for line in self.waits.before_the_end(now)]
             self._replica_ended(event)
 
-    def follow(self, closures: ClosuresModel, title: str, now: float) -> None:
-        """Follow a coordinator that the cell uses."""
-        self.closures = closures
-        self.waits.who = "worker" if closures.status.replicas_per_worker == 1 else "replica"
+    def follow(self, work: Work, title: str, now: float) -> None:
+        """Follow the work that workers do for the cell."""
+        self.work = work
+        self.waits.who = "worker" if work.replicas_per_worker == 1 else "replica"
         self.title = self.title or title
         if self.began is None:
             self.began = now
@@ -200,9 +200,9 @@ class LiveModel:
             self.state = "running"
 
     def sampled(self, now: float) -> None:
-        """Apply a new sample of the coordinator that is followed."""
-        if self.closures is not None and self.closures.reading is not None:
-            self._read((), 0, self.closures.reading, now)
+        """Apply a new sample of the work that is followed."""
+        if self.work is not None and self.work.reading is not None:
+            self._read((), 0, self.work.reading, now)
 
     def feed_local(self, call: LiveCall, now: float) -> None:
         """Handle a call of `distnb.live` in the notebook's own process."""
@@ -212,7 +212,7 @@ class LiveModel:
             self.state = "running"
         step, number = call.place
         before = self._before(HERE, step)[0]
-        if not self.rows and self.closures is None:
+        if not self.rows and self.work is None:
             self._read(call.epochs, before, call.reading, now)
         components: defaultdict[int, dict[str, float]] = defaultdict(dict)
         for name, value in call.point.items():
@@ -241,7 +241,7 @@ class LiveModel:
         names = {name for values in components.values() for name in values}
         at = run.axes[source].put((max(step - run.base, 0), call), names)
         # One replica's events may arrive long before those of the replicas with which its values are compared.
-        workers = 0 if self.closures is None else len(self.closures.status.workers)
+        workers = 0 if self.work is None else self.work.workers
         total = max(2, len(self.rows), workers)
         for replica, values in components.items():
             for name, value in values.items():
@@ -292,7 +292,7 @@ class LiveModel:
             self.state = self._failure() if event.text else "ended"
 
     def _failure(self) -> State:
-        if self.closures is not None and self.closures.failed:
+        if self.work is not None and self.work.failed:
             return "failed"
         return "interrupted" if any(row.state == "interrupted" for row in self.rows.values()) else "failed"
 
@@ -379,8 +379,8 @@ class LiveModel:
     @property
     def steps(self) -> int:
         """The steps that every replica has done, or the sum over workers."""
-        if self.closures is not None:
-            return self.closures.steps
+        if self.work is not None:
+            return self.work.steps
         return min((row.steps for row in self.rows.values()), default=0)
 
 

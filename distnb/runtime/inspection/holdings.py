@@ -15,7 +15,6 @@ from distnb.input.dataset import DistributedDataset
 from distnb.runtime.inspection.inspecting import as_tensor, device_of, optimizer_state
 from distnb.runtime.scopes.registration import is_scope_buffer
 from distnb.runtime.this_process import this_process
-from distnb.servers.variables.here import servers_here
 from distnb.values import DistributedValues, Mirrored, structure
 from distnb.wire.value_facts import Bounds, Holding, Kind
 
@@ -121,23 +120,10 @@ def _components(value: DistributedValues, name: str, left: Iterator[int], depth:
 
 
 def _tensor(value: Any, name: str) -> Iterator[Holding]:
-    stored = _stored(value)
+    store = this_process.store
+    stored = store.holdings(value) if store is not None and isinstance(value, torch.Tensor) else None
     if stored is not None:
-        itemsize = stored.dtype.itemsize
-        for part in stored.parts:
-            bounds = ((part.first, part.last), *((0, size) for size in stored.shape[1:])) if stored.shape else ()
-            nbytes = itemsize * torch.Size(stored.part_shape(part)).numel()
-            place, dtype = f"ps {part.server}", str(stored.dtype).removeprefix("torch.")
-            yield Holding(
-                name=name,
-                whole=stored.shape,
-                bounds=bounds,
-                kind="stored",
-                dtype=dtype,
-                device="cpu",
-                nbytes=nbytes,
-                holder=place,
-            )
+        yield from (part._replace(name=name) for part in stored)
         return
     local = as_tensor(value)
     if local is None:  # a lazy parameter has no shape yet
@@ -197,12 +183,6 @@ def _owner(value: Any) -> int | None:
         return None
     host = value if value.device.type == "cpu" else shared.hosts.find(value)
     return None if host is None else shared.owner_of(host)
-
-
-def _stored(value: Any) -> Any:
-    """Return the description of a variable on parameter servers, or None for other values."""
-    servers = servers_here.access
-    return None if servers is None or not isinstance(value, torch.Tensor) else servers.stored_of(value)
 
 
 # -- datasets ----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from distnb.runtime.scopes import inherited_counts
 from distnb.runtime.scopes.inherited_counts import MetricCounts
 from distnb.runtime.scopes.metric_names import add_names
 from distnb.runtime.this_process import this_process
-from distnb.servers.variables.here import servers_here
 from distnb.values.structure import has_distributed, map_structure, select
 
 __all__ = [
@@ -51,7 +50,7 @@ __all__ = [
 ]
 
 COUNTED = "_distnb_counted"
-"""The name of the attribute that holds other processes' counts of a metric; see `counted_metrics`."""
+"""The name of the attribute that holds the counts of a metric which other processes contribute."""
 
 
 def install() -> None:
@@ -106,9 +105,9 @@ def _wrap_update(plain: Callable[..., Any], metric: Any, update: Callable[..., A
 
 def _merge_groups(plain: Callable[[Any], None], collection: Any) -> None:
     # torchmetrics lets metrics share a state if their states are equal after the first batch. On replicas and in
-    # scheduled functions a batch may be empty, or too small to reveal that the states differ.
-    servers = servers_here.access
-    if not _is_one_of_several() and (servers is None or not servers.is_worker):
+    # workers a batch may be empty, or too small to reveal that the states differ.
+    store = this_process.store
+    if not _is_one_of_several() and (store is None or not store.is_worker):
         plain(collection)
 
 

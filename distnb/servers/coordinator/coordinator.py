@@ -50,7 +50,7 @@ from distnb.servers.coordinator.waiter import Waiter
 from distnb.servers.variables import roles
 from distnb.servers.variables.here import servers_here
 from distnb.story import Transition
-from distnb.strategies.base import Strategy
+from distnb.strategies.parameter_server import ParameterServerStrategy
 from distnb.values.structure import map_structure
 from distnb.wire.messages import Reply
 
@@ -63,7 +63,7 @@ _LATEST_STEPS = 256
 _END_S = 5.0  # the limit of the wait; the link abandons workers that do not end within a second
 
 _numbers = itertools.count(1)  # of closures, unique in the process: the servers identify changes by them
-_coordinators: dict[Strategy, ClusterCoordinator] = {}
+_coordinators: dict[ParameterServerStrategy, ClusterCoordinator] = {}
 _lock = threading.RLock()  # protects the state of all coordinators
 
 
@@ -100,13 +100,13 @@ class ClusterCoordinator:
         2
     """
 
-    strategy: Strategy
+    strategy: ParameterServerStrategy
     reading: Reading | None  # progress of a loop over epochs that schedules here; the loop sets it
 
     def __new__(
-        cls, strategy: Strategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30
+        cls, strategy: ParameterServerStrategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30
     ) -> ClusterCoordinator:
-        if not isinstance(strategy, Strategy) or not strategy.has_coordinator:
+        if not isinstance(strategy, ParameterServerStrategy):
             raise OptionError(
                 f"ClusterCoordinator needs a ParameterServerStrategy; got {strategy!r}. Other strategies run on all "
                 "replicas together, and need no coordinator: strategy.run(fn, args)."
@@ -121,7 +121,9 @@ class ClusterCoordinator:
         _coordinators[strategy] = made
         return made
 
-    def __init__(self, strategy: Strategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30) -> None:
+    def __init__(
+        self, strategy: ParameterServerStrategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30
+    ) -> None:
         if max_queued < 1 or max_queued_nbytes < 1:
             raise OptionError(
                 f"max_queued={max_queued!r}, max_queued_nbytes={max_queued_nbytes!r}: at least one closure must fit."
@@ -129,12 +131,12 @@ class ClusterCoordinator:
         self._max_queued = max_queued
         self._max_nbytes = max_queued_nbytes
 
-    def _begin(self, strategy: Strategy) -> None:
+    def _begin(self, strategy: ParameterServerStrategy) -> None:
         self.strategy = strategy
         self._link: ClusterLink = servers_here.link()
         self._queue = ClosureQueue(_DEPTH if self._link.replicas_per_worker == 1 else 1)
         runtime = roles.coordinating(strategy)
-        runtime.access.fence = _fence
+        runtime.access.requests.fence = _fence
         self._packer = ClosurePacker(roles.models, runtime.access, roles.take)
         self._closures: dict[int, _Closure] = {}
         self._programs: dict[int, tuple[int, int]] = {}  # by program number: the closure, and the worker
@@ -238,7 +240,7 @@ class ClusterCoordinator:
             self._await(lambda: self._queue.idle or self._must_raise)
             self._raise_error()
         self._link.catch_up()
-        self._catch_up(roles.coordinating(self.strategy).access.fetch_changes)
+        self._catch_up(roles.coordinating(self.strategy).access.copies.fetch_changes)
 
     def done(self) -> bool:
         """Return whether every scheduled closure has ended.
@@ -303,13 +305,13 @@ class ClusterCoordinator:
         runtime = roles.coordinating(self.strategy)
         for server in filled:
             runtime.access.recreate(server)
-        runtime.access.refresh_tensors()
+        runtime.access.copies.refresh_tensors()
         restored = getattr(checkpoint, "restore_or_initialize", None)
         if restored is not None and restored() is None:
             raise CheckpointError(f"{checkpoint!r} has no checkpoint to restore variables from.")
         if restored is None:
             checkpoint()
-        runtime.access.fetch_changes()
+        runtime.access.copies.fetch_changes()
         with _lock:
             for server, generation in filled.items():
                 if server in self._empty_servers and self._link.servers.generation(server) == generation:
@@ -425,7 +427,7 @@ class ClusterCoordinator:
         if self._is_current or not self._queue.idle or self._lost_servers or self._link.closed:
             return
         with suppress(ServerLost, NoClusterError):
-            self._catch_up(roles.coordinating(self.strategy).access.refresh_tensors)
+            self._catch_up(roles.coordinating(self.strategy).access.copies.refresh_tensors)
 
     def _catch_up(self, refresh: Callable[[], None]) -> None:
         self._is_current = True  # unless another thread schedules something in the meantime
@@ -742,10 +744,10 @@ def running_coordinators() -> list[ClusterCoordinator]:
     return [each for each in tuple(_coordinators.values()) if not each._link.closed]
 
 
-def stories() -> list[list[Transition]]:
-    """Return the latest transitions of each coordinator's queue, the oldest first."""
+def stories() -> dict[str, list[Transition]]:
+    """Return the latest transitions of each coordinator's queue, the oldest first, by a name for a bug report."""
     with _lock:
-        return [each._queue.story for each in _coordinators.values()]
+        return {f"closures-{place}": each._queue.story for place, each in enumerate(_coordinators.values())}
 
 
 def _fetched(value: Any) -> Any:

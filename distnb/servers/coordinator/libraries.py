@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distnb.runtime.scopes import counted_metrics, foreign_libraries, metric_binding
+from distnb.features import names
+from distnb.runtime.scopes import foreign_libraries, metric_binding
+from distnb.servers.coordinator import counted_metrics
 
 __all__ = ["Library", "ResourceDescription", "libraries", "library_of", "parts_of", "register_library"]
 
-_LATER = {"keras": ("distnb.keras.by_state", "KerasLibrary")}
+_LATER = {"keras": ("distnb.servers.keras.by_state", "KerasLibrary")}
 """By library: the class that supports it. It is imported when the library is loaded, on the coordinator or a worker."""
 
 
@@ -120,7 +122,9 @@ _libraries: list[Library] = [_Torchmetrics()]
 def libraries() -> list[Library]:
     """Return the support of all libraries that this process has loaded by now."""
     for name in tuple(_LATER):
-        if name in sys.modules and foreign_libraries.computes_with_torch(sys.modules[name]):
+        if name not in sys.modules or name not in names("libraries on replicas"):  # its feature is missing
+            continue
+        if foreign_libraries.computes_with_torch(sys.modules[name]):
             module, cls = _LATER.pop(name)
             register_library(getattr(importlib.import_module(module), cls)())
     return _libraries

@@ -9,8 +9,8 @@ from distnb.servers.closure_messages import RunClosure
 from distnb.wire.messages import ErrorReport, Reply
 
 if TYPE_CHECKING:
+    from distnb.servers.client import ServerConnections
     from distnb.servers.coordinator.coordinator import ClusterCoordinator
-    from distnb.servers.variables.client import ServerConnections
 
 __all__ = [
     "ClosureEnded",

@@ -142,7 +142,7 @@ class ClosurePacker:
         with self._lock:
             self._at_rest = at_rest
             self._compared.clear()
-            self.access.send_changes(thorough=at_rest)
+            self.access.copies.send_changes(thorough=at_rest)
             shown, found = self._function(function)
             if args or kwargs:
                 arguments, more = dump((args, kwargs), "An argument of a closure", self)
@@ -237,7 +237,7 @@ class ClosurePacker:
     def reference(self, obj: Any, pickler: ClosurePickler) -> tuple[Any, ...] | None:
         """Return the reduction of a resource or of a variable on the servers, or None for other objects."""
         if isinstance(obj, torch.Tensor):
-            stored = self.access.stored_of(obj)
+            stored = self.access.represented.stored_of(obj)
             if stored is None:
                 return None
             if isinstance(obj, ServerVariable):

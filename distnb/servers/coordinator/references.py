@@ -95,7 +95,7 @@ def open_module(number: int, place: int) -> Any:
 def open_copy(stored: Stored, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
     """Return this worker's copy of a parameter or buffer."""
     _opener.reach.variables.add(stored.number)
-    return _opener.access.opened_copy(stored, is_parameter=is_parameter).requires_grad_(requires_grad)
+    return _opener.access.copies.opened_copy(stored, is_parameter=is_parameter).requires_grad_(requires_grad)
 
 
 def open_representative(stored: Stored, settings: Any, strategy: Any, rows_apart: bool, sparse: bool) -> ServerVariable:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, Literal
 
 from distnb.errors import CannotTravelError
@@ -76,8 +75,14 @@ class RemoteValue:
         )
 
     def _repr_html_(self) -> str | None:
-        # The drawing code is above this package in the import order, so it is imported when there is something to draw.
-        return import_module("distnb.widgets.value_views.showing").result_html(self) if self.state == "done" else None
+        if self.state != "done":
+            return None
+        from distnb.notebook.views.value_model import ValueModel
+        from distnb.runtime.inspection.inspecting import inspect
+        from distnb.widgets.value_views.value_html import value_html
+
+        facts = {0: inspect(self.fetch())}
+        return value_html(ValueModel(kind=f"RemoteValue of {self.name}", size=1, components=facts))
 
     def __repr__(self) -> str:
         return f"<RemoteValue of {self.name}: {self.state}>"

@@ -19,7 +19,7 @@ class Sent:
     """The resources that a worker knows.
 
     `forgotten`, `sources` and `freed` are the numbers of entries of `ClosurePacker.forgotten`, `ClosurePacker.sources`
-    and `ServerAccess.freed` that were sent to it.
+    and `Represented.freed` that were sent to it.
     """
 
     known: set[int] = field(default_factory=set)
@@ -54,7 +54,7 @@ class Sent:
             new = list(packer.sources.items())[self.sources :]
             sources = tuple((name, text, link.cell_name(name)) for name, text in new)
             self.sources += len(new)
-        freed = tuple(packer.access.freed[self.freed :])
+        freed = tuple(packer.access.represented.freed[self.freed :])
         self.freed += len(freed)
         first = None if self.seeded else seed()
         self.seeded = True

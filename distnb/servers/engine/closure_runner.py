@@ -17,7 +17,8 @@ from distnb.servers.coordinator.libraries import libraries, library_of
 from distnb.servers.coordinator.pickling import PickledParts, dump, open_packed, open_value
 from distnb.servers.coordinator.references import Reach, parameters_of_each
 from distnb.servers.variables import remote_optimizer
-from distnb.servers.variables.access import ClosureRun, ServerAccess
+from distnb.servers.variables.access import ServerAccess
+from distnb.servers.variables.requests import ClosureRun
 from distnb.values.structure import map_structure
 
 __all__ = ["Runner"]
@@ -106,9 +107,9 @@ class Runner:
 
     def _keep_in_sync(self) -> None:
         """Keep the objects that this closure is the first to use in sync, if the worker has several replicas."""
-        models, made = self._new_models, list(self.access.made)
+        models, made = self._new_models, list(self.access.copies.made)
         self._new_models = []
-        self.access.made.clear()
+        self.access.copies.made.clear()
         if self.access.replicas is not None:
             self.access.replicas.keep_in_sync(models, made)
 
@@ -138,7 +139,7 @@ class Runner:
                         self.access.replicas.bind(found)
                 elif isinstance(found, torch.nn.Module):
                     self._new_models.append(found)
-                    self.access.model_tensors.add(found)
+                    self.access.copies.model_tensors.add(found)
                 self._reaches[number] = self.reach
                 self._resources[number] = found
                 del self._packed[number]

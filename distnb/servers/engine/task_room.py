@@ -15,15 +15,15 @@ import zmq
 from distnb.accelerators import torch_device
 from distnb.collectives.group.groups import groups
 from distnb.engine.namespace.cell_sources import remember_source
-from distnb.engine.rooms import ProgramKind
+from distnb.engine.program_kinds import ProgramKind
 from distnb.engine.started_threads import threads_awaited
 from distnb.objects.modes.environment import Environment, apply_environment
 from distnb.objects.rng_state import RngState
 from distnb.runtime.randomness import streams
+from distnb.servers.client import ServerConnections
 from distnb.servers.closure_messages import AssignTask, ClosureResult, RunClosure, ServersReplaced
 from distnb.servers.engine.closure_runner import Runner
 from distnb.servers.variables.access import ServerAccess
-from distnb.servers.variables.client import ServerConnections
 from distnb.servers.variables.here import servers_here
 from distnb.servers.variables.storage.service import Service
 from distnb.topology import PS, Device, Team
@@ -44,7 +44,7 @@ REFUSAL = (
 
 
 def install(agent: Agent) -> None:
-    """Add the programs of workers and parameter servers to an agent: see `distnb.engine.rooms`."""
+    """Add the programs of workers and parameter servers to an agent: see `distnb.engine.program_kinds`."""
     TaskRoom(agent)
 
 
@@ -161,7 +161,7 @@ class WorkerTask:
         self.access: ServerAccess
         access = ServerAccess(self._servers, is_worker=True, device=torch_device(device))
         if len(mates) == 1:
-            access.next_is_here = self.link.has_message  # several replicas could get different results
+            access.optimizers.next_is_here = self.link.has_message  # several replicas could get different results
         access.is_one_of_several = len(mates) > 1
         if before is not None:
             access.replicas = before.access.replicas
@@ -192,7 +192,7 @@ class WorkerTask:
             remember_source(*source)
         self._runner.receive(message)
         self._seed = message.seed if message.seed is not None else self._seed
-        self._fresh = self.access.take_fresh()
+        self._fresh = self.access.optimizers.take_fresh()
         if message.modes is not None:
             self._modes = message.modes.on(self._device)
 

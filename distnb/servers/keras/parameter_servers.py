@@ -17,13 +17,13 @@ import torch
 
 from distnb.errors import OptionError
 from distnb.keras import keras_internals
-from distnb.keras.by_state import HERE, METHODS, READS
 from distnb.keras.data import DatasetCreator, as_tensor
 from distnb.options import InputOptions
 from distnb.runtime.step_count import Reading
 from distnb.runtime.this_process import this_process
 from distnb.servers.coordinator.coordinator import ClusterCoordinator
 from distnb.servers.coordinator.per_worker import PerWorkerDataset, is_function
+from distnb.servers.keras.by_state import HERE, METHODS, READS
 from distnb.servers.keras.server_optimizer import make_remote
 from distnb.servers.variables.here import servers_here
 from distnb.servers.variables.server_variable import ServerVariable
@@ -239,7 +239,7 @@ class ModelOnServers:
             self._model.steps_per_execution = together
             setattr(self._model, f"{kind}_function", None)
             if not self._loops:
-                self._access.refresh()
+                self._access.copies.refresh()
 
     def _make(self, kind: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Replace `make_train_function` or `make_test_function`: in a loop a step is scheduled, else it runs here."""
@@ -309,7 +309,7 @@ class ModelOnServers:
             loop = self._loops[-1]
             self._send(loop, 0)
             self._coordinator.join()
-            self._access.refresh()
+            self._access.copies.refresh()
             loop.taken, logs = 0, self._logs(loop)
             loop.logs = {}
         return plain(logs)

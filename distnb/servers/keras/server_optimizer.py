@@ -15,9 +15,9 @@ import torch
 from distnb.errors import CannotTravelError, ContextError, OptionError
 from distnb.keras import keras_internals
 from distnb.servers.coordinator.libraries import ResourceDescription
+from distnb.servers.server_messages import Gradient, SetOptimizer, Shard, StepOptimizer
 from distnb.servers.variables import remote_optimizer
 from distnb.servers.variables.here import servers_here
-from distnb.servers.variables.server_messages import Gradient, SetOptimizer, Shard, StepOptimizer
 from distnb.servers.variables.shard_placement import Stored
 
 __all__ = ["RemoteApply", "check_options", "described", "make_remote", "set_options"]
@@ -192,7 +192,7 @@ class RemoteApply:
         known = {stored.number for stored in self._remote.stored}
         gradients: dict[int, dict[Shard, Gradient]] = {}
         for variable, gradient in zip(variables, found, strict=True):
-            stored = servers.stored_of(variable.value)
+            stored = servers.represented.stored_of(variable.value)
             if stored is None or stored.number not in known:
                 raise ContextError(
                     f"{own.name} got a gradient of {variable.path}, but was built with other variables. With a "
@@ -201,10 +201,10 @@ class RemoteApply:
             for (shard, part), piece in remote_optimizer.by_part(stored, gradient.detach(), False):
                 gradients.setdefault(part.server, {})[shard] = piece
         options = (_options(self), *({} for _ in self._remote.stored[1:]))
-        servers.step(
+        servers.optimizers.step(
             {
                 each: StepOptimizer(
-                    optimizer=self._remote.number, gradients=mine, options=options, seen=servers.versions(mine)
+                    optimizer=self._remote.number, gradients=mine, options=options, seen=servers.copies.versions(mine)
                 )
                 for each, mine in gradients.items()
             }
@@ -234,7 +234,7 @@ class RemoteApply:
         if servers_here.access.is_worker:
             return own
         self.send_changes()
-        states = servers_here.access.optimizer_states(self._remote.number, self._remote.servers)
+        states = servers_here.access.optimizers.states(self._remote.number, self._remote.servers)
         kept = {shard: each for found in states.values() for shard, each in found["state"].items()}
         for place, stored in enumerate(self._remote.stored):
             parts = [kept[shard] for shard, _ in stored.shards()]
@@ -259,7 +259,7 @@ class RemoteApply:
                     for name, where in names.items()
                 }
         steps = int(keras_internals.iterations_of(self).value)
-        servers_here.access.set_optimizer_states(
+        servers_here.access.optimizers.set_states(
             {server: SetOptimizer(self._remote.number, state, steps) for server, state in states.items()}
         )
         self._note()
@@ -269,7 +269,7 @@ class RemoteApply:
         if self.use_ema:  # type: ignore[attr-defined]
             _ = self.variables
             super().finalize_variable_values(var_list)  # type: ignore[misc]
-            servers_here.access.send_changes()
+            servers_here.access.copies.send_changes()
 
     def _note(self) -> None:
         vars(self)["_seen"] = _versions(keras_internals.optimizer_variables(self), self)
@@ -310,7 +310,7 @@ def make_remote(optimizer: Any) -> None:
     _check(optimizer)
     servers = servers_here.access
     trained = keras_internals.trained_variables(optimizer)
-    stored = [servers.stored_of(each.value) for each in trained]
+    stored = [servers.represented.stored_of(each.value) for each in trained]
     if not all(stored):
         lost = next(each.path for each, its in zip(trained, stored, strict=True) if its is None)
         raise ContextError(
@@ -336,7 +336,7 @@ def make_remote(optimizer: Any) -> None:
     kinds = [_Variable(each.name, each.constraint, keras_internals.decays(optimizer, each)) for each in trained]
     remote = _KerasServerSide(next(_numbers), tuple(stored), named)
     factory = cloudpickle.dumps(functools.partial(OnServer, cls, config, kinds))
-    servers.make_optimizer(remote.number, factory, tuple((each,) for each in remote.stored))
+    servers.optimizers.make(remote.number, factory, tuple((each,) for each in remote.stored))
     optimizer.__class__ = _remote_class(cls)
     vars(optimizer).update(_remote=remote, _seen=[], _trained=trained)
     optimizer.send_changes()

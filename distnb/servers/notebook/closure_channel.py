@@ -24,7 +24,6 @@ from distnb.notebook.programs.failures import reported
 from distnb.notebook.programs.outcome import Outcome, oldest_awaiting
 from distnb.notebook.programs.supervision import GiveUpOn
 from distnb.notebook.session_part import Ask, SessionPart
-from distnb.notebook.views.closures_model import runs_text, server_texts
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import drain
 from distnb.servers.closure_messages import AssignTask, RunClosure, ServersReplaced
@@ -40,6 +39,7 @@ from distnb.servers.coordinator.link import (
     WorkerLost,
     WorkerUp,
 )
+from distnb.servers.notebook.closures_drawing import runs_text, server_texts
 from distnb.servers.notebook.coordinator_watch import CoordinatorWatch
 from distnb.servers.variables.here import servers_here
 from distnb.topology import PS, WORKER, Task
@@ -47,8 +47,8 @@ from distnb.wire.messages import Died, ErrorReport, Hello, Output, ProgramReclai
 
 if TYPE_CHECKING:
     from distnb.notebook.engines import Engines
+    from distnb.servers.client import ServerConnections
     from distnb.servers.coordinator.coordinator import ClusterCoordinator
-    from distnb.servers.variables.client import ServerConnections
 
 __all__ = ["ClosureChannel"]
 
@@ -141,7 +141,7 @@ class ClosureChannel(SessionPart):
         )
 
     def _accept_server(self, server: int, address: Any) -> None:
-        from distnb.servers.variables.client import ServerConnections
+        from distnb.servers.client import ServerConnections
 
         known = self._addresses
         self._addresses = {**known, server: address}
@@ -277,7 +277,7 @@ class ClosureChannel(SessionPart):
                 found[str(Task(WORKER, each.worker))] = (", ".join([*runs, f"{each.done:,} done"]), "")
         if found and servers_here.access is not None:
             with contextlib.suppress(ServerLost):
-                for server, text in server_texts(servers_here.access.placement()).items():
+                for server, text in server_texts(servers_here.access.requests.placement()).items():
                     found[str(Task(PS, server))] = ("", text)
         return found
 

@@ -6,8 +6,8 @@ import math
 import threading
 from typing import TYPE_CHECKING
 
-from distnb.notebook.views.closures_model import ClosuresModel
 from distnb.notebook.views.watch import Watch
+from distnb.servers.notebook.closures_model import ClosuresModel
 from distnb.servers.variables.here import servers_here
 
 if TYPE_CHECKING:
@@ -74,6 +74,6 @@ class CoordinatorWatch(Watch):
 
     def _fetch_placement(self) -> None:
         try:
-            self.model.place(servers_here.access.placement())
+            self.model.place(servers_here.access.requests.placement())
         except Exception:  # noqa: BLE001
             return  # the program that needs a lost server reports the loss

@@ -7,7 +7,7 @@ comparing the copy with the value that it read (`base`). Only changes are sent. 
     tensor 12        this process has added 2
     server 15        workers have added 5
 
-`Copy.take` makes `base` 15 and `tensor` 17. `ServerAccess.send_changes` then sends "assign 17 if the version is the one
+`Copy.take` makes `base` 15 and `tensor` 17. `KeptCopies.send_changes` then sends "assign 17 if the version is the one
 that I read". If the server has a newer version by then, it sends the difference instead: "add 2".
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from distnb.servers.variables.server_messages import Shard
+from distnb.servers.server_messages import Shard
 from distnb.servers.variables.shard_placement import Part, Stored
 
-__all__ = ["UNKNOWN", "Copy", "difference", "same_bits", "same_value"]
+__all__ = ["UNKNOWN", "Copy", "difference", "same_value"]
 
 UNKNOWN = -1
 """The version of a part that was not read."""
@@ -79,7 +79,7 @@ class Copy:
             return True
         if counted and not thorough and isinstance(self.tensor, torch.nn.Parameter):
             return False
-        if not same_bits(self.tensor, self.base):
+        if not _same_bits(self.tensor, self.base):
             return True
         self.noted = self.tensor._version
         return False
@@ -90,7 +90,7 @@ class Copy:
         value, found = self.tensor.detach(), []
         for place, (shard, part) in enumerate(self.stored.shards()):
             own, before = self.stored.piece(value, part), self.stored.piece(self.base, part)
-            if not same_bits(own, before):
+            if not _same_bits(own, before):
                 found.append((shard, place, part, own, before))
         return found
 
@@ -109,7 +109,7 @@ class Copy:
                 own = self.stored.piece(value, part)
                 before = None if self.base is None else self.stored.piece(self.base, part)
                 change = None
-                if before is not None and not was_doubtful and not same_bits(own, before):
+                if before is not None and not was_doubtful and not _same_bits(own, before):
                     change, counted = difference(own, before), False
                 own.copy_(news_of_part)
                 if before is not None:
@@ -136,7 +136,7 @@ class Copy:
         self.doubtful = False
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors of one shape and dtype hold the same bits. NaN therefore equals itself."""
     one, other = one.detach(), other.detach()
     if one.is_complex():

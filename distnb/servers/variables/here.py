@@ -6,6 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from distnb.runtime.this_process import this_process
+
 if TYPE_CHECKING:
     from distnb.cluster.resolvers.base import ClusterResolver
     from distnb.servers.coordinator.link import ClusterLink
@@ -28,16 +30,24 @@ class _ServersHere:
     """The type of `servers_here`, its only instance.
 
     Attributes:
-        access: The ServerAccess with which this process, a coordinator or a worker, reads and changes variables on the
-            servers. None if the process has none.
         link: Returns the coordinator's connection to the workers and servers. Raises NoClusterError if there are none.
         require: Ensures that a cluster with workers and servers is running. Starts a resolver's cluster if necessary.
     """
 
     def __init__(self) -> None:
-        self.access: Any = None
         self.link: Callable[[], ClusterLink] = _link
         self.require: Callable[[ClusterResolver | None], None] = _require
+
+    @property
+    def access(self) -> Any:
+        """The ServerAccess with which this process, a coordinator or a worker, reads and changes variables on the
+        servers; None if the process has none. The core knows it as `this_process.store`.
+        """
+        return this_process.store
+
+    @access.setter
+    def access(self, access: Any) -> None:
+        this_process.store = access
 
 
 servers_here = _ServersHere()

@@ -15,9 +15,9 @@ import torch
 from distnb.compat import torch_internals
 from distnb.errors import ContextError, OptionError, ProgramError
 from distnb.runtime import contexts
+from distnb.servers.server_messages import Gradient, RowsGradient, SetOptimizer, Shard, StepOptimizer
 from distnb.servers.variables.copies import same_value
 from distnb.servers.variables.here import servers_here
-from distnb.servers.variables.server_messages import Gradient, RowsGradient, SetOptimizer, Shard, StepOptimizer
 from distnb.servers.variables.server_variable import ServerVariable
 from distnb.servers.variables.shard_placement import Stored
 from distnb.variables.elementwise import is_elementwise, not_known_elementwise
@@ -72,7 +72,7 @@ class RemoteSteps:
         """The number of steps that the servers have taken with this optimizer for all workers."""
         if not is_remote(self):
             return 0 if self._loaded is None else _steps_in_state(self._loaded)
-        return self._steps_in(servers_here.access.optimizer_states(self._remote.number, self._remote.servers))
+        return self._steps_in(servers_here.access.optimizers.states(self._remote.number, self._remote.servers))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the gradients to the servers, which update the variables, atomically on each server."""
@@ -96,10 +96,10 @@ class RemoteSteps:
             {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
         )
         servers = servers_here.access
-        servers.step(
+        servers.optimizers.step(
             {
                 server: StepOptimizer(
-                    optimizer=self._remote.number, gradients=mine, options=options, seen=servers.versions(mine)
+                    optimizer=self._remote.number, gradients=mine, options=options, seen=servers.copies.versions(mine)
                 )
                 for server, mine in gradients.items()
             }
@@ -128,7 +128,7 @@ class RemoteSteps:
         return torch_internals.call_state_dict_hooks(self, self._state_on_servers)
 
     def _state_on_servers(self) -> dict[str, Any]:
-        states = servers_here.access.optimizer_states(self._remote.number, self._remote.servers)
+        states = servers_here.access.optimizers.states(self._remote.number, self._remote.servers)
         kept: dict[Shard, Any] = {shard: each for found in states.values() for shard, each in found["state"].items()}
         variables = [stored for group in self._remote.groups for stored in group]
         state = {}
@@ -183,7 +183,7 @@ class RemoteSteps:
                     key: piece_of_state(stored, part, value) for key, value in kept.items()
                 }
         steps = _steps_in_state(state_dict)
-        servers_here.access.set_optimizer_states(
+        servers_here.access.optimizers.set_states(
             {server: SetOptimizer(self._remote.number, state, steps) for server, state in by_server.items()}
         )
 
@@ -282,7 +282,9 @@ def make_remote(optimizer: Any) -> None:
             "LBFGS computes the loss several times in each step, but the servers, which take the steps, cannot "
             "compute it. Use another optimizer with ParameterServerStrategy."
         )
-    found = [[servers.stored_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    found = [
+        [servers.represented.stored_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups
+    ]
     if not all(each for group in found for each in group):
         raise ContextError(
             f"This {type(optimizer).__name__} was made in the scope of a ParameterServerStrategy, but some of its "
@@ -291,7 +293,7 @@ def make_remote(optimizer: Any) -> None:
     groups = tuple(tuple(stored for stored in group if stored is not None) for group in found)
     check_parts(getattr(type(optimizer), "of", type(optimizer)), itertools.chain(*groups))
     remote = _ServerSide(next(_numbers), groups)
-    servers.make_optimizer(remote.number, _factory(optimizer), groups)
+    servers.optimizers.make(remote.number, _factory(optimizer), groups)
     before = optimizer.__dict__.pop("_loaded", None)
     if before is None and optimizer.state and not isinstance(optimizer, torch.optim.Adagrad):
         before = optimizer.state_dict()

@@ -1,4 +1,7 @@
-"""The runtimes of a ParameterServerStrategy in the coordinator's process and in a worker's."""
+"""The runtimes of a ParameterServerStrategy in the coordinator's process and in a worker's.
+
+`distnb.strategies.parameter_server` uses this module as the extension "ParameterServerStrategy" of "strategies".
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distnb.cluster.resolvers import ClusterResolver
 from distnb.errors import ContextError
 from distnb.options import RunOptions
 from distnb.runtime import contexts
@@ -16,12 +20,22 @@ from distnb.runtime.in_process import InProcess
 from distnb.servers.variables.access import ServerAccess
 from distnb.servers.variables.here import servers_here
 from distnb.servers.variables.server_registration import ServerRegistration
-from distnb.servers.variables.shard_placement import Placement
+from distnb.servers.variables.shard_placement import PlacedShard, Placement
 from distnb.servers.variables.worker_replicas import WorkingTogether
 from distnb.variables.homes import Home
 from distnb.variables.settings import Settings
 
-__all__ = ["Coordinating", "ServerHome", "Working", "coordinating", "models", "runtime_of", "take"]
+__all__ = [
+    "Coordinating",
+    "ServerHome",
+    "Working",
+    "coordinating",
+    "models",
+    "placement",
+    "require_cluster",
+    "runtime_of",
+    "take",
+]
 
 
 class ServerHome(Home):
@@ -124,6 +138,18 @@ def take(root: Any) -> None:
             each.registration.take(root)
 
 
+def require_cluster(resolver: ClusterResolver | None) -> None:
+    """Raise if the running cluster has no parameter servers; start the one that a resolver describes."""
+    servers_here.require(resolver)
+
+
+def placement(strategy: Owner) -> tuple[PlacedShard, ...]:
+    """Return the shards of a strategy's variables; see `ParameterServerStrategy.placement`."""
+    runtime_of(strategy)
+    rows: tuple[PlacedShard, ...] = servers_here.access.requests.placement()
+    return rows
+
+
 _runtimes: dict[Owner, Coordinating | Working | WorkingTogether] = {}
 
 
@@ -142,7 +168,7 @@ def runtime_of(strategy: Owner) -> Coordinating | Working | WorkingTogether:
             runtime = _runtimes[strategy] = WorkingTogether(strategy, servers.replicas)
         return runtime
     link = servers_here.link()
-    if servers is None or servers.servers is not link.servers:
+    if servers is None or servers.requests.servers is not link.servers:
         servers = servers_here.access = ServerAccess(link.servers, is_worker=False)
     if not isinstance(runtime, Coordinating) or runtime.access is not servers:
         runtime = _runtimes[strategy] = Coordinating(strategy, servers, link)

@@ -70,23 +70,23 @@ class ServerRegistration:
         """Make a `distnb.Variable` on the servers and return its representative."""
         name = settings.name or "Variable"
         stored = self.placement.place(name, value.shape, value.dtype, trainable=settings.trainable)
-        self.access.create(stored, value)
+        self.access.requests.create(stored, value)
         made = represent(stored, settings, self.strategy)
-        self.access.own(stored, made)
+        self.access.represented.own(stored, made)
         return made
 
     def make_table(self, shape: tuple[int, ...], dtype: torch.dtype, name: str, *, trainable: bool) -> ServerVariable:
         """Make a table: a variable of zeros whose rows are read on demand. It takes no memory in this process."""
         stored = self.placement.place(name, shape, dtype, trainable=trainable)
-        self.access.create(stored, None)
+        self.access.requests.create(stored, None)
         return self._table(stored)
 
     def as_table(self, parameter: torch.Tensor) -> ServerVariable:
         """Return a table, whose rows are read on demand, that replaces a parameter which is on the servers."""
-        stored = self.access.stored_of(parameter)
+        stored = self.access.represented.stored_of(parameter)
         assert stored is not None
-        self.access.send_changes()
-        self.access.drop_copy(stored)
+        self.access.copies.send_changes()
+        self.access.copies.drop([stored.number])
         return self._table(stored)
 
     def _table(self, stored: Stored) -> ServerVariable:
@@ -97,7 +97,7 @@ class ServerRegistration:
             aggregation=VariableAggregation.NONE,
         )
         made = represent(stored, settings, self.strategy, rows_apart=True)
-        self.access.own(stored, made)
+        self.access.represented.own(stored, made)
         return made
 
     @contextmanager
@@ -132,7 +132,7 @@ class ServerRegistration:
             metric_binding.install()
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
-        return not tensor.is_meta and self.access.stored_of(tensor) is None
+        return not tensor.is_meta and self.access.represented.stored_of(tensor) is None
 
     def _grow(self, module: torch.nn.Module, _name: str, value: Any, in_replica: bool) -> None:
         """Register a parameter or module that is added to a registered model.
@@ -180,12 +180,12 @@ class ServerRegistration:
         self._roots = [*(weakref.ref(each) for each in self.roots if each not in within), weakref.ref(root)]
 
     def _take_tensor(self, tensor: torch.Tensor, name: str, *, trainable: bool) -> None:
-        if self.access.stored_of(tensor) is not None or tensor.is_meta:
+        if self.access.represented.stored_of(tensor) is not None or tensor.is_meta:
             return
         stored = self.placement.place(name, tensor.shape, tensor.dtype, trainable=trainable, whole=not trainable)
-        versions = self.access.create(stored, tensor)
-        self.access.own(stored, tensor)
-        self.access.adopt(stored, tensor, versions, keep=False)
+        versions = self.access.requests.create(stored, tensor)
+        self.access.represented.own(stored, tensor)
+        self.access.copies.adopt(stored, tensor, versions, keep=False)
 
 
 @contextmanager
@@ -213,8 +213,6 @@ def _tables_made_by(registration: ServerRegistration) -> Iterator[None]:
             )
             module.weight.sparse_gradients = module.sparse
             module.reset_parameters()
-            if module.padding_idx is not None:
-                module.weight.scatter_update([module.padding_idx], torch.zeros(1, weight.shape[1], dtype=weight.dtype))
 
         return make
 

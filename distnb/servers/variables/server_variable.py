@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,13 @@ from distnb.errors import ContextError, OptionError, StructureError
 from distnb.runtime import contexts
 from distnb.servers.variables.here import servers_here
 from distnb.servers.variables.shard_placement import Stored
-from distnb.servers.variables.variable_view import VariableView, seen_through, view_of
+from distnb.servers.variables.values_read import FILLING, part_read, parts_read, refused
 from distnb.variables import scattering
 from distnb.variables.settings import Settings, value_for
 from distnb.variables.variable import Variable
 
-__all__ = ["ServerVariable", "ShardedVariable", "lookup", "represent"]
+__all__ = ["ServerVariable", "ShardedVariable", "represent"]
 
-_FILLING = frozenset({"normal_", "uniform_", "constant_", "trunc_normal_", "ones_", "zeros_", "zero_", "fill_"})
-_BY_ELEMENT = frozenset(
-    {*_FILLING, "add_", "sub_", "mul_", "div_", "pow_", "clamp_", "clamp_min_", "clamp_max_", "neg_", "abs_", "sqrt_"}
-) | frozenset(
-    {"exp_", "log_", "sign_", "round_", "floor_", "ceil_", "exponential_", "cauchy_", "log_normal_", "random_"}
-)
 _SMALL_NBYTES = 1 << 20  # a variable up to this size is read whole, even if only some rows are needed
 
 
@@ -67,9 +62,13 @@ class ServerVariable(Variable):
     # Properties -----------------------------------------------------------------------------------------------------
 
     @property
-    def data(self) -> torch.Tensor:
-        """The value without a graph: a view through which the variable can be changed."""
-        return self.detach()
+    def data(self) -> ServerVariable:
+        """The same variable without gradients."""
+        settings = replace(self._settings, trainable=False)
+        empty = torch.empty(self.stored.shape, dtype=self.dtype, device="meta")
+        other: ServerVariable = torch_internals.make_subclass(type(self), empty, False)
+        vars(other).update({**vars(self), "_settings": settings, "_gradient": None, "_kept": self})
+        return other
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -120,7 +119,7 @@ class ServerVariable(Variable):
 
     def _seen(self, method: str) -> torch.Tensor:
         self._strategy.home.in_replica(writing=False)
-        value: torch.Tensor = servers_here.access.read(self.stored)
+        value: torch.Tensor = servers_here.access.requests.read(self.stored)
         return value
 
     def read_value(self) -> torch.Tensor:
@@ -131,14 +130,14 @@ class ServerVariable(Variable):
 
     def _operand(self, name: str) -> torch.Tensor:
         self._strategy.home.in_replica(writing=False)
-        tensor: torch.Tensor = servers_here.access.cached(self.stored)
+        tensor: torch.Tensor = servers_here.access.copies.cached(self.stored)
         tensor.requires_grad_(self.requires_grad)
         if tensor.requires_grad and not torch_internals.has_gradient_hook(tensor):
             tensor.register_post_accumulate_grad_hook(self._take_from)
         return tensor
 
     def _result_of(self, operand: torch.Tensor, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        return seen_through(self, operand, function, args, kwargs, result)
+        return parts_read(self, operand, result)
 
     def _take_from(self, leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
@@ -174,7 +173,7 @@ class ServerVariable(Variable):
                 f"Rows {int(unique[0])} to {int(unique[-1])} were asked for of {self.stored.name or 'a variable'}, "
                 f"which has rows 0 to {self.shape[0] - 1}."
             )
-        values = servers_here.access.read_rows(self.stored, unique)
+        values = servers_here.access.requests.read_rows(self.stored, unique)
         if sparse is not None:
             self.sparse_gradients = sparse
         if self.requires_grad and torch.is_grad_enabled():
@@ -195,27 +194,31 @@ class ServerVariable(Variable):
             values.register_post_accumulate_grad_hook(take)
         return unique, values, inverse
 
+    def _rows_at(self, rows: torch.Tensor) -> torch.Tensor:
+        _, values, inverse = self.lookup(rows)
+        return values[inverse]
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         found = self._rows_of(index)
         if found is None:
-            return super().__getitem__(index)
-        rows, inner, is_view = found
+            part = super().__getitem__(index)
+            return part_read(part, self, index % self.shape[0]) if type(index) is int else part
+        rows, inner = found
         _, values, inverse = self.lookup(rows)
-        inside = (inverse if inner is None else inner, *_rest(index))
-        derive = (lambda block: block[inside]) if is_view else None
-        if not is_view and not _is_backwards(_first(index)):
-            return values[inside]
-        return view_of(values[inside], self, rows, derive, index)
+        chosen = values[(inverse if inner is None else inner, *_rest(index))]
+        if inner is None and not _is_backwards(_first(index)):
+            return chosen
+        return part_read(chosen, self, int(rows) if inner == 0 and not _rest(index) else None)
 
-    def _rows_of(self, index: Any) -> tuple[torch.Tensor, Any, bool] | None:
-        """Return the rows that an index selects, the index to apply to these rows, and whether the result is a view.
+    def _rows_of(self, index: Any) -> tuple[torch.Tensor, Any] | None:
+        """Return the rows that an index selects, and the index to apply to these rows.
 
         The index is None if the caller shall use each row's position in the distinct, ascending rows instead, as
         `lookup` returns it. Examples for a table with 100 rows:
 
-            v[3]          rows [3],       index 0,          a view
-            v[10:13]      rows [10..12],  index slice(None), a view
-            v[[7, 2, 7]]  rows [7, 2, 7], index None,       a copy
+            v[3]          rows [3],       index 0
+            v[10:13]      rows [10..12],  index slice(None)
+            v[[7, 2, 7]]  rows [7, 2, 7], index None: torch returns a copy
 
         The whole result is None if the whole value is needed, as in `v[...]` and for small variables.
         """
@@ -228,9 +231,8 @@ class ServerVariable(Variable):
         rows = torch.from_numpy(np.asarray(np.arange(self.shape[0])[shown]).copy())
         basic = rows.dim() == 0 or isinstance(first, slice)
         if not basic or _is_backwards(first):
-            return rows, None, False
-        copies = any(isinstance(each, (torch.Tensor, list, np.ndarray)) for each in _rest(index))
-        return rows.reshape(-1), slice(None) if rows.dim() else 0, not copies
+            return rows, None
+        return rows.reshape(-1), slice(None) if rows.dim() else 0
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))
@@ -243,7 +245,7 @@ class ServerVariable(Variable):
         new = value_for(self.stored.like(), self._settings.label, method, value)
         if in_replica and not home.alone:
             new = self._from_replica(home, new, method)
-        servers_here.access.write(self.stored, method, new)
+        servers_here.access.requests.write(self.stored, method, new)
         return self
 
     def _scatter(self, method: str, indices: Any, updates: Any = None) -> Any:
@@ -252,7 +254,7 @@ class ServerVariable(Variable):
         rows, changes = scattering.parse_scatter(self.stored.like(), self._settings.label, method, indices, updates)
         if in_replica and not home.alone:
             rows, changes = scattering.combine_replicas(home, self._settings, method, rows, changes)
-        servers_here.access.write_rows(self.stored, method, rows, changes)
+        servers_here.access.requests.write_rows(self.stored, method, rows, changes)
         return self
 
     def _is_elsewhere(self) -> bool:
@@ -260,33 +262,16 @@ class ServerVariable(Variable):
 
     def _change_whole(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = tuple(args[1:]), {key: value for key, value in kwargs.items() if key != "tensor"}
-        servers = servers_here.access
         if name == "copy_":
             return self.assign(args[0])
-        if name == "__delete__":
+        if name not in FILLING:
             raise self._refused(name)
         self._refuse_in_replicas(name)
-        if name == "__setitem__":
-            self._set_item(function, *args)
-            return None
-        alone = not any(isinstance(each, torch.Tensor) and each.dim() for each in (*args, *kwargs.values()))
-        if name in _BY_ELEMENT and alone:
-            servers.fill(self.stored, lambda piece: function(piece, *args, **kwargs), of_old=name not in _FILLING)
-        else:
-            servers.change(self.stored, lambda whole: function(whole, *args, **kwargs))
+        servers_here.access.requests.fill(self.stored, lambda piece: function(piece, *args, **kwargs))
         return self
 
-    def _set_item(self, function: Any, index: Any, value: Any) -> None:
-        if isinstance(value, VariableView) and value.was_written_as(self, index):
-            return
-        servers, found = servers_here.access, self._rows_of(index)
-        if found is None:
-            servers.change(self.stored, lambda whole: function(whole, index, value))
-            return
-        rows, inner, _ = found
-        unique, inverse = torch.unique(rows, return_inverse=True)
-        inside = (inverse if inner is None else inner, *_rest(index))
-        servers.change(self.stored, lambda block: function(block, inside, value), unique)
+    def _refused(self, what: str) -> ContextError:
+        return refused(self, what)
 
     def _refuse_in_replicas(self, what: str) -> None:
         """Raise ContextError if each replica of a worker would make the same change."""
@@ -365,6 +350,10 @@ class _Shard(ServerVariable):
 
     whole: ShardedVariable
 
+    @property
+    def _table(self) -> ShardedVariable:
+        return self.whole
+
     def _operand(self, name: str) -> torch.Tensor:
         return self._seen(name)
 
@@ -389,17 +378,6 @@ def _is_backwards(index: Any) -> bool:
 
 
 # -- torch functions that look up rows ---------------------------------------------------------------------------------
-
-
-def lookup(table: Any, rows: Any) -> torch.Tensor:
-    """Return rows of a variable or tensor, `[*rows.shape, ...]`; see `distnb.nn.embedding_lookup`."""
-    rows = torch.as_tensor(rows)
-    if isinstance(table, (list, tuple)) and table and all(isinstance(each, _Shard) for each in table):
-        table = table[0].whole
-    if not isinstance(table, ServerVariable):
-        return torch.nn.functional.embedding(rows.long(), table)
-    _, values, inverse = table.lookup(rows)
-    return values[inverse]
 
 
 def _embedding(

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distnb.servers.variables.server_messages import Shard
+from distnb.servers.server_messages import Shard
 from distnb.variables.partitioning import checked_shards, shard_sizes
+from distnb.wire.value_facts import Holding
 
 __all__ = ["Part", "PlacedShard", "Placement", "Stored"]
 
@@ -110,6 +111,20 @@ class Stored(NamedTuple):
     def like(self) -> torch.Tensor:
         """Return a tensor of the variable's shape and dtype that takes no memory. Its content is undefined."""
         return torch.empty((), dtype=self.dtype).expand(self.shape)
+
+    def holdings(self) -> Iterator[Holding]:
+        """Yield the parts as they are drawn."""
+        for part in self.parts:
+            yield Holding(
+                name=self.name,
+                whole=self.shape,
+                bounds=((part.first, part.last), *((0, size) for size in self.shape[1:])) if self.shape else (),
+                kind="stored",
+                dtype=str(self.dtype).removeprefix("torch."),
+                device="cpu",
+                nbytes=self.dtype.itemsize * torch.Size(self.part_shape(part)).numel(),
+                holder=f"ps {part.server}",
+            )
 
     def part_shape(self, part: Part) -> tuple[int, ...]:
         """Return the shape of a part."""

@@ -85,7 +85,7 @@ class WorkerReplicas:
         if self._group.generation != self._generation:
             # The failure that ended the previous group may have left the replicas with different copies.
             self._generation = self._group.generation
-            access.mark_doubtful()
+            access.copies.mark_doubtful()
             self.sync.meet()
 
     def keep_in_sync(self, models: Sequence[torch.nn.Module], parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -107,7 +107,7 @@ class WorkerReplicas:
 
     def owns(self, made: Any) -> bool:
         """Return whether a tensor is the copy of a variable on the servers, or represents one."""
-        return self.registration.owns(made) or self.access.stored_of(made) is not None
+        return self.registration.owns(made) or self.access.represented.stored_of(made) is not None
 
     def ask_once(self, ask: Callable[[], Any]) -> Any:
         """Call `ask` on replica 0 and return its answer on all replicas. All replicas must call this method.

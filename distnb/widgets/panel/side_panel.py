@@ -104,7 +104,7 @@ class SidePanel:
         for view in views:
             self._mark(view)
         latest = (view for view in reversed(views) if not view.has_old_replicas)
-        shown = next((view for view in latest if view.model.rows or view.model.closures), None)
+        shown = next((view for view in latest if view.model.rows or view.model.work), None)
         model: LiveModel | None = shown.model if shown else None
         state = snapshot(compose.current(), model, samples, time.monotonic())
         return {**state, "cell": shown.publisher.cell_id if shown else "", "cells": dict(self._marks)}

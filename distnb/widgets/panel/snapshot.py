@@ -11,7 +11,7 @@ from distnb.errors import DistnbError
 from distnb.notebook.output.wording import mark, ranges
 from distnb.notebook.views.crowds import MOST_SHOWN
 from distnb.notebook.views.live_model import Curve, Line, LiveModel, ReplicaRow
-from distnb.widgets.content import closures_lines, head
+from distnb.widgets.content import head
 
 if TYPE_CHECKING:
     from distnb.notebook.engines import EngineStatus
@@ -36,7 +36,7 @@ def snapshot(
         samples: The latest sample of each engine.
 
     Returns:
-        A dict with `engines` (None without a cluster), `head` (see `content.Head`), `lines` (waits and closures in
+        A dict with `engines` (None without a cluster), `head` (see `content.Head`), `lines` (waits and work in
         words), `curves`, and `running`: True while the cell runs.
     """
     try:
@@ -49,7 +49,7 @@ def snapshot(
         "engines": engines,
         "running": model.ended_at is None,
         "head": asdict(head(model, now)),
-        "lines": [*model.waits.lines(now), *([] if model.closures is None else closures_lines(model.closures))],
+        "lines": [*model.waits.lines(now), *([] if model.work is None else model.work.lines())],
         "curves": [_curve(curve) for curve in list(model.curves.values())[:_MOST_CURVES]],
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distnb.notebook.views.placement_model import PlacementModel
 from distnb.notebook.views.value_model import ValueModel
@@ -16,10 +16,7 @@ from distnb.widgets.value_views.value_html import value_html
 from distnb.widgets.value_views.value_text import value_text
 from distnb.wire.value_facts import PLACEMENT, VALUE
 
-if TYPE_CHECKING:
-    from distnb.servers.coordinator.remote_values import RemoteValue
-
-__all__ = ["as_html", "drawn", "result_html", "show", "visualize"]
+__all__ = ["as_html", "drawn", "show", "visualize"]
 
 
 def as_html(value: DistributedValues) -> str:
@@ -32,13 +29,6 @@ def as_html(value: DistributedValues) -> str:
     from distnb.runtime.inspection.inspecting import report
 
     return value_html(_value_model(report(value)))
-
-
-def result_html(value: RemoteValue) -> str:
-    """Draw a closure's result from a copy in this process."""
-    from distnb.runtime.inspection.inspecting import inspect
-
-    return value_html(ValueModel(kind=f"RemoteValue of {value.name}", size=1, components={0: inspect(value.fetch())}))
 
 
 def drawn(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,18 +46,18 @@ def drawn(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def visualize(value: Any) -> None:
     """Show the placement of a value, or the devices of a strategy, below the cell or in the terminal."""
-    from distnb.notebook.value_placement import devices_of, placement_of, server_placement
+    from distnb.notebook.value_placement import devices_of, placement_of, stored_placement
     from distnb.strategies.base import Strategy
 
     if not isinstance(value, Strategy):
         model = placement_of(value)
         show(placement_html(model), placement_text(model))
         return
-    devices, servers = devices_of(value), server_placement(value)
+    devices, stored = devices_of(value), stored_placement(value)
     pages, texts = [devices_html(devices)], [devices_text(devices)]
-    if servers is not None:
-        pages.append(placement_html(servers))
-        texts.append(placement_text(servers))
+    if stored is not None:
+        pages.append(placement_html(stored))
+        texts.append(placement_text(stored))
     head = f"{value!r} on {', '.join(value.worker_devices)}"
     show(
         f'<div style="color:#808080;font-size:12px">{html.escape(head)}</div>' + "".join(pages),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import distnb
 
 WITHOUT = """
 import importlib
@@ -39,6 +42,35 @@ for room in {CORE!r}:
             importlib.import_module(module.name)
 """
 
+RUN = """
+import torch
+from distnb.strategies.base import WORDS, class_of
+
+for word in WORDS:
+    class_of(word)
+
+def program():
+    strategy = distnb.get_strategy()
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        distnb.nn.compute_average_loss(model(x).square().mean(1)).backward()
+        optimizer.step()
+
+    before = model.weight.detach().clone()
+    for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4)):
+        strategy.run(step, args=(batch,))
+    assert not model.weight.equal(before)
+
+program()
+with distnb.OneDeviceStrategy("cpu:0").scope():
+    program()
+distnb.visualize(torch.nn.Linear(2, 1))
+"""
+
 USE = """
 try:
     {use}
@@ -54,6 +86,7 @@ USES = {
     "estimator": "distnb.estimator",
     "keras": "distnb.keras",
     "machines": "distnb.start(on=distnb.SSH(['a']))",
+    "servers": "distnb.ParameterServerStrategy()",
     "sharded": "distnb.ShardedStrategy(['cpu:0', 'cpu:1'])",
 }
 """The use of a feature that its absence refuses, as one statement."""
@@ -70,9 +103,13 @@ def run_without(features: list[str], code: str) -> str:
 
 
 @pytest.mark.parametrize("feature", USES)
-def test_the_core_loads_without_a_feature_whose_use_is_refused(feature: str) -> None:
-    refusal = run_without([feature], LOAD + USE.format(use=USES[feature]))
+def test_the_core_runs_without_a_feature_whose_use_is_refused(feature: str) -> None:
+    refusal = run_without([feature], LOAD + RUN + USE.format(use=USES[feature]))
     assert "belongs to a feature that this installation of distnb lacks" in refusal
+
+
+def test_no_servers_are_started_without_their_feature() -> None:
+    assert "belongs to a feature" in run_without(["servers"], USE.format(use="distnb.start(workers=1, ps=1)"))
 
 
 def test_the_core_loads_without_any_of_these_features() -> None:
@@ -81,3 +118,11 @@ def test_the_core_loads_without_any_of_these_features() -> None:
 
 def test_the_register_loads_no_library() -> None:
     run_without([], "from distnb import features\nfeatures.names('')\nassert not {'keras', 'torch'} & {*sys.modules}")
+
+
+@pytest.mark.parametrize("feature", USES)
+def test_no_file_of_the_core_names_a_feature(feature: str) -> None:
+    package = Path(distnb.__file__).parent
+    files = [file for room in (*CORE, "magics", "widgets") for file in package.joinpath(room).rglob("*.py")]
+    naming = [str(file) for file in files if f"distnb.{feature}" in file.read_text(encoding="utf-8")]
+    assert not naming

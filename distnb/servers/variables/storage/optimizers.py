@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from distnb.errors import OptionError, StaleHandleError, StructureError
+from distnb.servers.server_messages import Gradient, RowsGradient, Shard
 from distnb.servers.variables.copies import same_value
-from distnb.servers.variables.server_messages import Gradient, RowsGradient, Shard
 
 __all__ = ["ServerOptimizer"]
 

@@ -12,7 +12,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from distnb.errors import MessageError, RemoteError
-from distnb.servers.variables.server_messages import Address, ServerReply, ServerRequest
+from distnb.servers.server_messages import Address, ServerReply, ServerRequest
 from distnb.servers.variables.storage.store import ShardStore
 from distnb.wire.channel import OneClientKey, Peers, bind_router
 from distnb.wire.tensors import encode_tensors

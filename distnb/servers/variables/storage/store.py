@@ -11,7 +11,7 @@ import torch
 from distnb.errors import ClosureCancelled, OptionError, StaleHandleError
 from distnb.objects.modes.environment import apply_environment
 from distnb.servers.closure_messages import Fence
-from distnb.servers.variables.server_messages import (
+from distnb.servers.server_messages import (
     Create,
     Describe,
     Drop,

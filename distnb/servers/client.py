@@ -17,7 +17,7 @@ import zmq
 from distnb import activity
 from distnb.errors import NoClusterError, ServerLost
 from distnb.servers.closure_messages import NO_FENCE, Fence
-from distnb.servers.variables.server_messages import Address, ServerReply, ServerRequest
+from distnb.servers.server_messages import Address, ServerReply, ServerRequest
 from distnb.wire.channel import Link, ProgramLink
 from distnb.wire.tensors import encode_tensors
 from distnb.wire.unix_socket import connect

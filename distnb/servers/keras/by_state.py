@@ -104,7 +104,12 @@ class KerasLibrary(Library):
 def _refuse_alone(variable: Any) -> None:
     """Raise CannotTravelError on the coordinator for a user's variable that is not on the servers."""
     access = servers_here.access
-    if access is None or access.is_worker or "/" in variable.path or access.stored_of(variable.value) is not None:
+    if (
+        access is None
+        or access.is_worker
+        or "/" in variable.path
+        or access.represented.stored_of(variable.value) is not None
+    ):
         return
     raise CannotTravelError(
         f"A scheduled function uses the Keras variable {variable.path!r}, which is not on the parameter servers: each "

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from distnb.notebook.output.wording import human_bytes
+from distnb.notebook.output.wording import duration
+from distnb.notebook.views.watch import Work
+from distnb.servers.notebook.closures_drawing import runs_text, server_texts, shards_html, workers_html
+from distnb.servers.notebook.queue_picture import queue_picture
 
 if TYPE_CHECKING:
+    from distnb.notebook.views.live_model import LiveModel
     from distnb.runtime.step_count import Reading
-    from distnb.servers.coordinator.status import CoordinatorStatus, WorkerStatus
+    from distnb.servers.coordinator.status import CoordinatorStatus
     from distnb.servers.variables.shard_placement import PlacedShard
 
-__all__ = ["ClosuresModel", "largest", "runs_text", "server_texts"]
+__all__ = ["ClosuresModel"]
 
 _RATE_WINDOW_S = 2.0
-_MOST_SHARDS = 10
 
 
-class ClosuresModel:
+class ClosuresModel(Work):
     """The closures of one cell.
 
     Args:
@@ -57,6 +59,14 @@ class ClosuresModel:
         """Return a text for each server: `ps 0: 4 shards, 412 kB`."""
         texts = {**server_texts(self.shards), **dict.fromkeys(self.status.lost_servers, "lost")}
         return [f"ps {server}: {text}" for server, text in sorted(texts.items())]
+
+    @property
+    def workers(self) -> int:
+        return len(self.status.workers)
+
+    @property
+    def replicas_per_worker(self) -> int:
+        return self.status.replicas_per_worker
 
     @property
     def under_way(self) -> bool:
@@ -121,28 +131,29 @@ class ClosuresModel:
             return ""
         return f"staleness {self.status.mean_staleness:.1f} (max {self.status.max_staleness})"
 
+    # -- drawing -------------------------------------------------------------------------------------------------------
 
-def runs_text(worker: WorkerStatus) -> str:
-    """Return a worker's current closure or state in words."""
-    if worker.state == "lost":
-        return f"lost: {worker.how}"
-    if worker.state == "stuck":
-        return "stuck in a closure that was ended"
-    return worker.closure or "idle"
+    def facts(self, *, ended: bool) -> list[str]:
+        rate = self.closures_per_second()
+        if not rate:
+            return []
+        facts = [f"{rate:,.0f} closures/s" if rate >= 100 else f"{rate:.1f} closures/s"]
+        left = None if ended else self.seconds_left()
+        return facts if left is None else [*facts, f"{duration(left)} left of the queue"]
 
+    def lines(self) -> list[str]:
+        queue = " · ".join(filter(None, [self.queue_text(), self.staleness_text()]))
+        workers = [
+            f"worker {each.worker}: {self.done_by(each.worker):,} done, {runs_text(each)}"
+            for each in self.status.workers
+        ]
+        return [f"closures: {queue}", *workers, *self.servers()]
 
-def server_texts(shards: Iterable[PlacedShard]) -> dict[int, str]:
-    """Return the content of each server in words, by its index: `4 shards, 412 kB`."""
-    by_server: dict[int, list[int]] = {}
-    for each in shards:
-        by_server.setdefault(each.server, []).append(each.nbytes)
-    return {
-        server: f"{len(sizes)} shard{'s' if len(sizes) > 1 else ''}, {human_bytes(sum(sizes))}"
-        for server, sizes in sorted(by_server.items())
-    }
+    def tables(self, model: LiveModel) -> list[str]:
+        return [workers_html(model, self), *([shards_html(self)] if self.servers() else [])]
 
+    def picture(self) -> str:
+        return queue_picture(self.counts(), self.staleness_text())
 
-def largest(shards: Sequence[PlacedShard], most: int = _MOST_SHARDS) -> list[PlacedShard]:
-    """Return the largest shards, in the order of their creation."""
-    chosen = sorted(range(len(shards)), key=lambda place: -shards[place].nbytes)[:most]
-    return [shards[place] for place in sorted(chosen)]
+    def picture_text(self) -> str:
+        return self.queue_text()

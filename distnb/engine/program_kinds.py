@@ -1,8 +1,9 @@
-"""The extension point of the agent: kinds of programs, and the rooms that add theirs when the notebook needs them.
+"""The extension point of the agent, "programs": kinds of programs that a feature adds when the notebook needs them.
 
-A room is a module of this folder with messages of its own in `distnb.wire`. When the first of these messages arrives,
-the agent loads the room and calls its function `install(agent)`. This adds to the agent's `kinds` and `notices`, and
-may open further links (`Agent.receive_from`). An engine that receives no such message never loads the room.
+A feature has messages in a module of its own, and registers a function under that module's name. When the first of
+these messages arrives, the agent loads the function and calls it with itself. The function adds to the agent's `kinds`
+and `notices`, and may open further links (`Agent.receive_from`). An engine that receives no such message never loads
+it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,7 @@ from typing import Any
 
 from distnb.wire.messages import Reply
 
-__all__ = ["ROOMS", "ProgramKind"]
-
-ROOMS = {"distnb.servers.closure_messages": "distnb.servers.engine.task_room"}
-"""The module of each room, by the module of its messages."""
+__all__ = ["ProgramKind"]
 
 
 @dataclass(frozen=True)
