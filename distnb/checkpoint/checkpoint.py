@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from distnb.checkpoint import files, folder_locks
-from distnb.checkpoint.chief import gather_lines, on_chief, raise_together
 from distnb.checkpoint.joint_saving import JointSave
 from distnb.checkpoint.restore_status import RestoreStatus
 from distnb.checkpoint.states.object_states import (
@@ -32,6 +31,7 @@ from distnb.checkpoint.tensor_slices import TensorSlice, slice_of
 from distnb.checkpoint.trees import encode
 from distnb.errors import CheckpointError, ContextError, OptionError
 from distnb.runtime import contexts
+from distnb.runtime.chief_work.together import gather_lines, on_chief, raise_together
 from distnb.runtime.this_process import this_process
 from distnb.strategies.context import get_replica_context
 from distnb.values.structure import flatten, map_structure, unflatten

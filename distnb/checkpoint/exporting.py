@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from distnb.checkpoint.chief import on_chief
 from distnb.checkpoint.states.module_states import tensors_of
 from distnb.checkpoint.states.object_states import on_replicas
 from distnb.checkpoint.tensor_files import DTYPES, write_tensors
 from distnb.checkpoint.tensor_slices import is_sharded
 from distnb.errors import ContextError, OptionError
 from distnb.runtime import contexts
+from distnb.runtime.chief_work.together import on_chief
 from distnb.runtime.this_process import this_process
 from distnb.values import Mirrored
 

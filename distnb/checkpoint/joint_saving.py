@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from distnb.checkpoint import files
-from distnb.checkpoint.chief import gather_values, on_chief, raise_together
 from distnb.checkpoint.trees import encode
 from distnb.errors import CheckpointError
+from distnb.runtime.chief_work.together import gather_values, on_chief, raise_together
 from distnb.runtime.this_process import this_process
 
 __all__ = ["JointSave"]

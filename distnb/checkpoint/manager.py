@@ -7,8 +7,8 @@ from pathlib import Path
 
 from distnb.checkpoint import files, folder_locks
 from distnb.checkpoint.checkpoint import Checkpoint
-from distnb.checkpoint.chief import on_chief
 from distnb.errors import OptionError
+from distnb.runtime.chief_work.together import on_chief
 
 __all__ = ["CheckpointManager", "latest_checkpoint"]
 

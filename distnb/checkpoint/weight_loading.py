@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from distnb.checkpoint.chief import gather_lines, raise_together
 from distnb.checkpoint.exporting import INDEX, SINGLE
 from distnb.checkpoint.states.base import TensorOutline, listed, misfit_of_tensor
 from distnb.checkpoint.states.module_states import load_tensors, loads_itself, tensors_of
@@ -19,6 +18,7 @@ from distnb.checkpoint.stored_tensors import StoredTensor
 from distnb.checkpoint.tensor_files import map_tensors
 from distnb.errors import CheckpointError, CheckpointMismatchError, ContextError, OptionError
 from distnb.runtime import contexts
+from distnb.runtime.chief_work.together import gather_lines, raise_together
 from distnb.values import Mirrored
 
 __all__ = ["LoadedNames", "load_safetensors"]

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from distnb.checkpoint.checkpoint import Checkpoint
-from distnb.checkpoint.chief import on_chief
 from distnb.checkpoint.manager import CheckpointManager, latest_checkpoint
 from distnb.errors import CheckpointError, OptionError
 from distnb.estimator.specs import EstimatorSpec, ModeKeys, RunConfig, check_count
 from distnb.input.sources.choosing import check_batched
 from distnb.metrics import Mean
 from distnb.options import InputContext
+from distnb.runtime.chief_work.together import on_chief
 from distnb.runtime.scopes.mirrored_objects import is_mirrored
 from distnb.strategies.base import Strategy
 from distnb.strategies.context import get_strategy, is_chief

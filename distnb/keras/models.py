@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-import torch
 
-from distnb.accelerators import torch_device
 from distnb.checkpoint.tensor_slices import is_sharded
 from distnb.errors import ContextError, OptionError
 from distnb.features import find
@@ -20,10 +18,10 @@ from distnb.keras import keras_internals
 from distnb.keras.callbacks.chief_callbacks import ChiefCallbacks
 from distnb.keras.data import SameBatches, resolve_data
 from distnb.keras.model_state import buffers_in, share_state, state_of, whole_values
-from distnb.keras.shared_errors import raise_together
 from distnb.keras.steps.forward import SharedForward
 from distnb.runtime import contexts, randomness, step_count
 from distnb.runtime.chief_work.chief_first import chief_first
+from distnb.runtime.chief_work.together import raise_together
 from distnb.runtime.reduction.equal_values import make_equal
 from distnb.runtime.this_process import this_process
 
@@ -192,10 +190,7 @@ class ModelOnReplicas:
                 loaded = [*map(keras_internals.tensor_of, self._model.variables), *optimizer_tensors(self._model)]
                 loaded += buffers_in(self._model)
                 make_equal(group, [(f"model.{plain.__name__}", each.detach()) for each in loaded])
-            failed = torch.tensor([error is not None], device=torch_device(group.device))
-            group.broadcast(failed, 0)
-            if failed:
-                raise_together(group, error, f"model.{plain.__name__} raised this on replica 0.")
+            raise_together(error, f"model.{plain.__name__} raised this on replica 0.")
             return result
 
         return method

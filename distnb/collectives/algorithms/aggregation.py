@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distnb.collectives.algorithms.flat_packs import Packs
-from distnb.collectives.algorithms.replicas import Replicas, require_like
+from distnb.collectives.algorithms.results import require_like
 from distnb.collectives.digests import digest
 from distnb.collectives.group.interface import PendingCollective
 from distnb.collectives.group.process_group import OWN
@@ -52,7 +52,6 @@ class Aggregation:
         self.packs = packs or Packs()
         self.is_groups_own = ops is None or ops.is_groups_own
         self._ops = None if self.is_groups_own else ops
-        self._replicas = Replicas(group)
         self._options = options
         own = self._ops is not None and not type(self._ops).__module__.startswith("distnb.")
         self._unconfirmed = _FIRST_RESULTS if own else 0
@@ -94,14 +93,14 @@ class Aggregation:
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Replace the tensor (contiguous, of real numbers) by the sum or mean over all replicas."""
         if self._options is None and self._ops is None:
-            self.group.all_reduce(tensor, op.value.lower())
+            self.group.all_reduce(tensor, op)
             return
         with self.communicating(), torch.no_grad():
             if self._ops is None or not tensor.numel():
-                self.group.all_reduce(tensor, op.value.lower())
+                self.group.all_reduce(tensor, op)
                 return
             given = tensor.detach()
-            total = self._ops.reduce_implementation(op, given, self._replicas)
+            total = self._ops.reduce_implementation(op, given, self.group)
             if total is not given:
                 what = f"{type(self._ops).__name__}.reduce_implementation was given {given.dtype}{list(given.shape)}"
                 require_like(total, given, what, "a tensor of")

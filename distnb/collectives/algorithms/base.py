@@ -17,7 +17,7 @@ from distnb.options import CommunicationOptions, ReduceOp
 if TYPE_CHECKING:
     import torch
 
-    from distnb.collectives.algorithms.replicas import Replicas
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["CrossDeviceOps", "PackedOps", "checked_ops", "checked_packs"]
 
@@ -63,7 +63,7 @@ class CrossDeviceOps(ABC):
         return made
 
     @abstractmethod
-    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
+    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Group) -> torch.Tensor:
         """Combine all replicas' tensors. Runs on every replica, at the same point of the program.
 
         Args:
@@ -71,7 +71,8 @@ class CrossDeviceOps(ABC):
             tensor: This replica's tensor, contiguous. It may be modified and returned. Shape and dtype are the same on
                 every replica. If several tensors are sent in one message, it is the one-dimensional concatenation of
                 them, with a few numbers of distnb's own; reduce each element by itself.
-            replicas: The communication with the other replicas. Every replica must call the same methods in the same
+            replicas: The communication with the other replicas: `rank`, `size`, `devices`, `all_reduce`, `reduce`,
+                `broadcast`, `gather`, `all_gather` and `exchange`. Every replica must call the same methods in the same
                 order.
 
         Returns:

@@ -11,7 +11,7 @@ from distnb.options import ReduceOp
 if TYPE_CHECKING:
     import torch
 
-    from distnb.collectives.algorithms.replicas import Replicas
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["HierarchicalCopyAllReduce", "tree"]
 
@@ -50,7 +50,7 @@ class HierarchicalCopyAllReduce(PackedOps):
         OptionError: `num_packs` is negative.
     """
 
-    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
+    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Group) -> torch.Tensor:
         """Implement `CrossDeviceOps.reduce_implementation`."""
         levels = tree(replicas.size)
         for level in levels:

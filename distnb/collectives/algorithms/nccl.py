@@ -12,7 +12,7 @@ from distnb.options import ReduceOp
 if TYPE_CHECKING:
     import torch
 
-    from distnb.collectives.algorithms.replicas import Replicas
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["NcclAllReduce"]
 
@@ -28,7 +28,7 @@ class NcclAllReduce(PackedOps):
         OptionError: `num_packs` is negative; or, when a strategy is made, not every replica has a GPU of its own.
     """
 
-    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
+    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Group) -> torch.Tensor:
         """Implement `CrossDeviceOps.reduce_implementation`."""
         return replicas.all_reduce(tensor, op)
 

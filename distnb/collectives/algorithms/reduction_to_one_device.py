@@ -13,7 +13,7 @@ from distnb.topology import Device, parse_device
 if TYPE_CHECKING:
     import torch
 
-    from distnb.collectives.algorithms.replicas import Replicas
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["ReductionToOneDevice"]
 
@@ -45,9 +45,9 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.reduce_to_device = None if reduce_to_device is None else str(parse_device(reduce_to_device))
         self.accumulation_fn = accumulation_fn
 
-    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
+    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Group) -> torch.Tensor:
         """Implement `CrossDeviceOps.reduce_implementation`."""
-        where = self._replica(replicas.devices)
+        where = self._replica(tuple(map(str, replicas.devices)))
         parts = replicas.gather(tensor, where)
         if parts is not None:
             if self.reduce_to_device == _HOST:
@@ -63,7 +63,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             for part in parts[1:]:
                 total.add_(part)
             return total
-        from distnb.collectives.algorithms.replicas import require_like
+        from distnb.collectives.algorithms.results import require_like
 
         like = parts[0]
         what = f"accumulation_fn was given {len(parts)} tensors, {like.dtype}{list(like.shape)} each,"

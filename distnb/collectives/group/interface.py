@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distnb.collectives.group import announcements
 from distnb.collectives.group.process_group import OWN, GuardedProcessGroup
 from distnb.collectives.shared_memory.shared_sum import GATHER, SharedWork
 from distnb.collectives.verify.program_calls import ProgramCalls
@@ -23,6 +22,7 @@ from distnb.compat.c10d_internals import (
     BroadcastOptions,
 )
 from distnb.errors import OptionError, StructureError
+from distnb.options import ReduceOp
 from distnb.topology import Device
 
 __all__ = ["Group", "PendingCollective"]
@@ -64,6 +64,10 @@ class PendingCollective:
 
 class Group:
     """The replicas of one program, as this replica sees them.
+
+    *Every* replica calls each method that communicates, in the same order and with a tensor of the same shape and
+    dtype, even if it sends or receives nothing. The calls are recorded and compared: if they differ, every replica
+    raises `CollectiveMismatchError`; if one replica raises or dies, the others do not wait for it.
 
     Attributes:
         process_group: torch's process group, which is its default group, too.
@@ -109,22 +113,26 @@ class Group:
         contents = self.process_group.meet(of_tensors("strategy.run's result", None, None, ()), f"{digest:x}")
         return None if contents is None else len(set(contents)) == 1
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        """Replace each replica's tensor by the "sum" ("mean", "max", "min") of all. Shapes and dtypes are equal."""
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "sum") -> Tensor:
+        """Replace each replica's tensor by the "sum" ("mean", "max", "min") of all, and return it."""
         self.all_reduce_start(tensor, op).wait()
+        return tensor
 
-    def all_reduce_start(self, tensor: Tensor, op: str = "sum") -> PendingCollective | SharedWork:
+    def all_reduce_start(self, tensor: Tensor, op: ReduceOp | str = "sum") -> PendingCollective | SharedWork:
         """Start `all_reduce` and return it under way. The tensor must not be used until its `wait`."""
         return self._reduce("all_reduce", tensor, op, None)
 
-    def reduce(self, tensor: Tensor, to: int = 0, op: str = "sum") -> Tensor | None:
+    def reduce(self, tensor: Tensor, to: int = 0, op: ReduceOp | str = "sum") -> Tensor | None:
         """Return the sum (mean, max, min) of all replicas' tensors on one replica, and None on the others."""
         self._check_replica(to, "reduce to")
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._reduce("reduce", total, op, to).wait()
         return total if self.rank == to else None
 
-    def _reduce(self, word: str, tensor: Tensor, op: str, root: int | None) -> PendingCollective | SharedWork:
+    def _reduce(
+        self, word: str, tensor: Tensor, op: ReduceOp | str, root: int | None
+    ) -> PendingCollective | SharedWork:
+        op = (op.value if isinstance(op, ReduceOp) else op).lower()
         if op not in _OPS:
             raise OptionError(f"{op!r} is no reduce op of a group. The ops are {', '.join(map(repr, _OPS))}.")
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -184,8 +192,8 @@ class Group:
             return gathered
         return [each.narrow(dim, 0, size).contiguous() for each, size in zip(gathered, sizes, strict=True)]
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Replace the tensor on each replica by the one of replica `source`."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Replace the tensor on each replica by the one of replica `source`, and return it."""
         self._check_replica(source, "broadcast from")
         whole = tensor.detach()
         key = of_tensors(OWN + "broadcast", None, source, [whole])
@@ -194,7 +202,7 @@ class Group:
         if in_memory is not None:
             for received in in_memory.result():
                 whole.copy_(received)
-            return
+            return tensor
         options = BroadcastOptions()
         options.rootRank = source
         if not whole.is_contiguous():
@@ -203,6 +211,7 @@ class Group:
         if whole.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(whole)
+        return tensor
 
     def gather(self, tensor: Tensor, to: int = 0) -> list[Tensor] | None:
         """Return every replica's tensor, of equal shapes and dtypes, on one replica, and None on the others."""
@@ -270,18 +279,6 @@ class Group:
         rest = max(sizes) - (_SMALL_NBYTES - 8)
         tails = self._gather_bytes(data[_SMALL_NBYTES - 8 :], rest) if rest > 0 else [b""] * self.size
         return [pickle.loads((head[8:] + tail)[:size]) for head, tail, size in zip(heads, tails, sizes, strict=True)]
-
-    def place(self) -> str:
-        """Return a name of the place in the program, for announcements. It is the same on all replicas."""
-        return announcements.place(self.process_group)
-
-    def announce(self, name: str, text: str) -> None:
-        """Leave a text under a new name, which begins with a place, for replicas that may wait for it."""
-        announcements.announce(self.process_group, name, text)
-
-    def await_announcement(self, name: str, source: int, what: str) -> str:
-        """Wait for a text that another replica leaves after it has done `what`."""
-        return announcements.await_announcement(self.process_group, name, source, what)
 
     def _gather_bytes(self, content: bytes, nbytes: int) -> list[bytes]:
         """Return every replica's bytes, each cut or filled up to a length."""

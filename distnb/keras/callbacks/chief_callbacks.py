@@ -21,8 +21,8 @@ from distnb.keras.callbacks.epoch_dots import EpochDots
 from distnb.keras.callbacks.tensorboard import TensorBoard
 from distnb.keras.data import SameBatches
 from distnb.keras.model_state import share_state, whole_values
-from distnb.keras.shared_errors import raise_together
 from distnb.runtime import contexts, randomness
+from distnb.runtime.chief_work.together import raise_together
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
 from distnb.watching.live import live
@@ -160,7 +160,7 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
         if not failed:
             return
         error, self._error = self._error, None
-        raise_together(self._group, error, "A callback of model.fit, evaluate or predict raised this on replica 0.")
+        raise_together(error, "A callback of model.fit, evaluate or predict raised this on replica 0.")
 
     def _plot(self, logs: Mapping[str, Any] | None) -> None:
         """Plot the numbers of the progress bar as curves."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from distnb import errors
+from distnb.collectives.group import announcements
 from distnb.errors import ProgramError
 from distnb.runtime import choice
 from distnb.runtime.this_process import this_process
@@ -53,9 +54,10 @@ def chief_first(name: str, do: Callable[[], T]) -> T | None:
     process = this_process.replica
     if process is None or process.size == 1 or _here.acting:
         return do()
-    group, key = process.group, _key(process.group.place(), name)
+    group = process.group.process_group
+    key = _key(announcements.place(group), name)
     if process.rank > 0:
-        _raise_reported(group.await_announcement(key, 0, name))
+        _raise_reported(announcements.await_announcement(group, key, 0, name))
         return None
     outcome = ""
     _here.acting = True
@@ -66,7 +68,7 @@ def chief_first(name: str, do: Callable[[], T]) -> T | None:
         raise
     finally:
         _here.acting = False
-        group.announce(key, outcome)
+        announcements.announce(group, key, outcome)
 
 
 def _key(place: str, name: str) -> str:

@@ -7,7 +7,7 @@ import socket
 import tempfile
 
 from distnb.errors import OptionError
-from distnb.runtime import choice
+from distnb.runtime.chief_work.together import on_chief
 from distnb.runtime.this_process import this_process
 
 __all__ = ["shared_folder"]
@@ -42,26 +42,10 @@ def shared_folder(prefix: str = "distnb-", parent: str | os.PathLike[str] | None
         True
         >>> os.rmdir(folder)
     """
-    if this_process.replica is None and this_process.remote is None and choice.started_by_launcher():
-        from distnb.runtime.spmd import join_from_env
-
-        join_from_env()  # the script may not have made a strategy yet, so its replicas have no group
+    path = on_chief(lambda: _created(prefix, parent))
     process = this_process.replica
     if process is None or process.size == 1:
-        return _created(prefix, parent, several_machines=bool(this_process.machines()))
-    from distnb.runtime.reduction.gathering import broadcast_tree
-
-    path, failure = "", None
-    if process.rank == 0:
-        try:
-            path = _created(prefix, parent, several_machines=len(set(process.workers)) > 1)
-        except OSError as error:
-            broadcast_tree(process.group, ("", (type(error), error.args)), 0)
-            raise
-    path, failure = broadcast_tree(process.group, (path, failure), 0)
-    if failure is not None:
-        kind, args = failure
-        raise kind(*args)
+        return path
     missing = "" if os.path.isdir(path) else socket.gethostname()
     if hosts := sorted({host for host in process.group.all_gather_object(missing) if host}):
         if process.rank == 0:
@@ -70,9 +54,14 @@ def shared_folder(prefix: str = "distnb-", parent: str | os.PathLike[str] | None
             f"shared_folder has created {path} on replica 0's machine, but {', '.join(hosts)} does not have it. Name a "
             'folder on a file system that all machines share: distnb.shared_folder(parent="/shared/folder").'
         )
-    return str(path)
+    return path
 
 
-def _created(prefix: str, parent: str | os.PathLike[str] | None, *, several_machines: bool) -> str:
+def _created(prefix: str, parent: str | os.PathLike[str] | None) -> str:
+    process = this_process.replica
+    if process is None or process.size == 1:
+        several_machines = bool(this_process.machines())
+    else:
+        several_machines = len(set(process.workers)) > 1
     default = os.getcwd() if several_machines else None
     return os.path.abspath(tempfile.mkdtemp(prefix=prefix, dir=default if parent is None else parent))

@@ -308,11 +308,9 @@ def test_a_sum_and_a_mean_do_not_match() -> None:
 def test_an_algorithm_can_use_devices_ranks_and_collectives() -> None:
     program = """
     from distnb.collectives.group.groups import groups
-    from distnb.collectives.algorithms.replicas import Replicas
-    group = groups.join_from_env()
-    replicas = Replicas(group)
+    replicas = group = groups.join_from_env()
     rank, size = replicas.rank, replicas.size
-    assert replicas.devices == ("cpu:0",) * 3
+    assert list(map(str, replicas.devices)) == ["cpu:0"] * 3
     for in_memory in (True, False):
         group.process_group.prefer(None, in_memory)
         own = (torch.arange(6.0) + rank).to(torch.bfloat16).reshape(2, 3).t()  # not contiguous, and not known to Gloo
