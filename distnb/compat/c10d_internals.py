@@ -36,6 +36,7 @@ with private_names("torch"):
     from torch.distributed.distributed_c10d import _get_default_group as default_group
     from torch.distributed.distributed_c10d import _get_default_store as default_store
     from torch.distributed.distributed_c10d import _update_default_pg as set_default_group
+    from torch.distributed.distributed_c10d import _use_torchcomms_enabled as uses_torchcomms
     from torch.distributed.distributed_c10d import _world as world
     from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
 
@@ -96,11 +97,6 @@ def replace_function(name: str, replacement: Callable[..., Any]) -> None:
     for module in (dist, c10d):
         if hasattr(module, name):
             patches.replace(f"{module.__name__}:{name}", function)
-
-
-def uses_torchcomms() -> bool:
-    """Return whether torch.distributed builds its groups on torchcomms' communicators."""
-    return c10d._use_torchcomms_enabled()
 
 
 def add_to_world(group: Any, name: Any, backend: Any, store: Store, tag: str | None) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from distnb.compat import patches
 from distnb.compat.versions import private_names
 
 with private_names("torch"):
@@ -29,7 +28,6 @@ __all__ = [
     "reads_iterable",
     "shut_down",
     "workers",
-    "wrap_next_batch",
 ]
 
 
@@ -79,11 +77,6 @@ def is_shut_down(iterator: Any) -> bool:
 def shut_down(iterator: Any) -> None:
     """Shut down the workers of an iteration."""
     iterator._shutdown_workers()
-
-
-def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
-    """Have an iteration's next batch returned by a call of `wrapper(function, iterator)`."""
-    patches.wrap("torch.utils.data.dataloader:_BaseDataLoaderIter.__next__", wrapper)
 
 
 def draws_whole_dataset(sampler: RandomSampler) -> bool:

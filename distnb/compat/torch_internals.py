@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
-from distnb.compat import patches
 from distnb.compat.versions import private_names
 
 with private_names("torch"):
@@ -25,6 +24,7 @@ with private_names("torch"):
     from torch._tensor_str import _tensor_str as elements_as_text
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.nn.utils.parametrize import _inject_new_class, _inject_property, is_parametrized
+    from torch.utils._device import _device_constructors as factories
     from torch.utils._pytree import tree_leaves as leaves
     from torch.utils._pytree import tree_map as map_leaves
 
@@ -32,11 +32,12 @@ with private_names("torch"):
     # code is cached.
     cudnn_benchmark = torch._C._get_cudnn_benchmark
     cudnn_deterministic = torch._C._get_cudnn_deterministic
-    _make_subclass = torch.Tensor._make_subclass
+    is_view = torch.Tensor._is_view
+    make_subclass: Any = torch.Tensor._make_subclass
     _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     no_torch_function = torch._C._disabled_torch_function_impl
     _run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-    _patch_step_function = torch.optim.Optimizer._patch_step_function
+    patch_step = torch.optim.Optimizer._patch_step_function
     _uses_of_storage = getattr(torch._C, "_storage_Use_Count", None)
 
 __all__ = [
@@ -79,7 +80,6 @@ __all__ = [
     "replace_local",
     "saved",
     "scale_each",
-    "set_backward_function",
     "shape_and_offset",
     "shape_and_offset_of_shard",
     "shapes_of_outputs",
@@ -100,11 +100,6 @@ __all__ = [
 def backward_function() -> Callable[..., Any]:
     """Return the function that runs every backward pass started from Python."""
     return torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-
-def set_backward_function(function: Callable[..., Any]) -> None:
-    """Replace that function."""
-    patches.replace("torch.autograd:_engine_run_backward", function)
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:
@@ -155,11 +150,6 @@ def typed_storage(storage: Any, dtype: torch.dtype) -> Any:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def make_subclass(cls: type, tensor: torch.Tensor, requires_grad: bool) -> Any:
-    """Make a tensor of a subclass that shares the memory of another tensor."""
-    return _make_subclass(cls, tensor, requires_grad)
-
-
 def make_wrapper(cls: type, like: torch.Tensor, device: torch.device) -> Any:
     """Make a tensor of a subclass that has the shape, strides and dtype of another tensor, and no memory."""
     return _make_wrapper_subclass(
@@ -192,11 +182,6 @@ def take_gradient_hooks(tensor: torch.Tensor, source: torch.Tensor) -> None:
         tensor._backward_hooks = source._backward_hooks
     if source._post_accumulate_grad_hooks:
         tensor._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether autograd regards a tensor as a view of another one."""
-    return bool(tensor._is_view())
 
 
 def local_tensor(tensor: Any) -> Any:
@@ -267,11 +252,6 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor._indices(), tensor._values()
 
 
-def factories() -> Any:
-    """Return the functions that a default device concerns: those that make tensors."""
-    return torch.utils._device._device_constructors()
-
-
 def default_device() -> torch.device | None:
     """Return the default device, or None if none was set.
 
@@ -335,11 +315,6 @@ def has_state_hooks(module: torch.nn.Module) -> bool:
     hooks = [getattr(each, "hook", each) for each in module._load_state_dict_pre_hooks.values()]
     others = [each for each in hooks if not _OWN_HOOKS.match(getattr(each, "__module__", None) or "")]
     return bool(others or module._state_dict_hooks)
-
-
-def patch_step(optimizer: torch.optim.Optimizer) -> None:
-    """Make `step` of an optimizer's class call the hooks for steps."""
-    optimizer._patch_step_function()
 
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

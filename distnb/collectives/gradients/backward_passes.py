@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 from distnb.collectives.gradients.replicated_steps import current_step
 from distnb.collectives.group.eager import always_eager
-from distnb.compat import torch_internals
+from distnb.compat import patches, torch_internals
 
 __all__ = ["BACKWARD_PASSES"]
+
+_ENTRY = "torch.autograd:_engine_run_backward"
 
 
 class PassListener(Protocol):
@@ -64,7 +66,7 @@ class BackwardPasses:
             self._listeners.append(listener)
         if self._original is None:
             self._original = torch_internals.backward_function()
-            torch_internals.set_backward_function(self._run)
+            patches.replace(_ENTRY, self._run)
 
     def stop_listening(self, listener: PassListener) -> None:
         """Remove a listener. Autograd is restored when there is none left."""
@@ -72,7 +74,7 @@ class BackwardPasses:
             self._listeners.remove(listener)
         # If other code has wrapped our function meanwhile, it stays and passes everything on.
         if not self._listeners and self._original is not None and torch_internals.backward_function() == self._run:
-            torch_internals.set_backward_function(self._original)
+            patches.replace(_ENTRY, self._original)
             self._original = None
 
     def any_aggregates(self) -> bool:

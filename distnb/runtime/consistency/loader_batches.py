@@ -18,7 +18,7 @@ import torch
 from distnb import activity
 from distnb.collectives.digests import digest, digest_of_text
 from distnb.collectives.verify import callsite
-from distnb.compat import loader_internals
+from distnb.compat import loader_internals, patches
 from distnb.values.structure import flatten, has_distributed
 
 __all__ = ["digest_of_batch", "install", "warn_of_equal_batches"]
@@ -30,7 +30,7 @@ _latest: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_LATEST)
 
 def install() -> None:
     """Record the batches of torch's loaders from now on. Idempotent."""
-    loader_internals.wrap_next_batch(_next)
+    patches.wrap("torch.utils.data.dataloader:_BaseDataLoaderIter.__next__", _next)
 
 
 def _next(plain: Callable[[Any], Any], iterator: Any) -> Any:

@@ -150,9 +150,9 @@ class Group:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         self.calls.append((tuple(tensor.shape), op))
-        tensor.mul_(2)
+        return tensor.mul_(2)
 
     def note(self, operation: str, tensors: Any) -> None:
         pass
@@ -210,7 +210,7 @@ def test_ncclallreduce_uses_the_groups_own_reduction_unless_it_is_overridden() -
     plain = Aggregation(group, NcclAllReduce())
     tensor = torch.ones(3)
     plain.all_reduce(tensor, ReduceOp.MEAN)
-    assert (tensor.tolist(), group.calls, plain.is_groups_own) == ([2.0] * 3, [((3,), "mean")], True)
+    assert (tensor.tolist(), group.calls, plain.is_groups_own) == ([2.0] * 3, [((3,), ReduceOp.MEAN)], True)
 
     class Replaced(NcclAllReduce):
         def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Any) -> torch.Tensor:
@@ -218,4 +218,4 @@ def test_ncclallreduce_uses_the_groups_own_reduction_unless_it_is_overridden() -
 
     replaced = Aggregation(group, Replaced())
     replaced.all_reduce(tensor)
-    assert (tensor.tolist(), group.calls[1:], replaced.is_groups_own) == ([5.0] * 3, [((6,), "sum")], False)
+    assert (tensor.tolist(), group.calls[1:], replaced.is_groups_own) == ([5.0] * 3, [((6,), ReduceOp.SUM)], False)
