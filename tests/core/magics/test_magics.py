@@ -121,24 +121,27 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return given
 
 
-def test_start_accepts_launchers_and_resolvers(shell: InteractiveShell, started: dict[str, Any]) -> None:
+def test_start_accepts_launchers_and_resolvers(
+    shell: InteractiveShell, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = "--launcher mpi --hosts a,b --per-host 2 --launcher-args '--mca x y' --interface eth0"
     assert "nothing is started here" in run(shell, f"%distnb start {line}")[1]
-    assert (started["launcher"], started["hosts"], started["per_host"]) == ("mpi", "a,b", 2)
-    assert (started["launcher_args"], started["interface"]) == (["--mca", "x", "y"], "eth0")
-    assert started["cluster_resolver"] is None
+    assert started["on"] == distnb.MPI("a,b", 2, arguments=["--mca", "x", "y"], interface="eth0")
     run(shell, "%distnb start --workers 3 --ps 2")
-    assert (started["workers"], started["ps"]) == (3, 2)
+    assert (started["on"], started["workers"], started["ps"]) == (None, 3, 2)
+    for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     run(shell, "%distnb start --resolver slurm")
-    assert isinstance(started["cluster_resolver"], SlurmClusterResolver)
+    assert isinstance(started["on"], distnb.Slurm)
+    assert isinstance(started["on"].machines, SlurmClusterResolver)
     run(shell, "%distnb start --resolver tfconfig --secret s")
-    assert isinstance(started["cluster_resolver"], TFConfigClusterResolver)
-    assert started["secret"] == "s"
+    assert isinstance(started["on"].cluster_resolver, TFConfigClusterResolver)
+    assert started["on"].secret == "s"
     run(shell, "%distnb start --resolver kubernetes")
-    assert isinstance(started["cluster_resolver"], KubernetesClusterResolver)
+    assert isinstance(started["on"].cluster_resolver, KubernetesClusterResolver)
     shell.user_ns["mine"] = made = SimpleClusterResolver({"worker": ["a:1"]})
     run(shell, "%distnb start --resolver mine")
-    assert started["cluster_resolver"] is made
+    assert started["on"] == distnb.Servers(made)
     shell.user_ns["mine"] = 5
     started.clear()
     assert "--resolver mine: mine is a int" in run(shell, "%distnb start --resolver mine")[1]
