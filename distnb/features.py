@@ -28,7 +28,7 @@ def add(point: str, name: str, place: str) -> None:
     """Add an object to an extension point. Only modules named `feature` call this.
 
     Args:
-        point: The extension point (ARCHITECTURE.md lists them).
+        point: The extension point (distnb/README.md lists them).
         name: The name under which the core asks for the object.
         place: The object's `module:attribute`, or `module` for the module itself.
     """

@@ -40,7 +40,12 @@ def test_requirements_are_pinned_within_their_ranges(asked: Requirement) -> None
     assert exact.version in asked.specifier
 
 
-PAPERS = ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]
+PAGES_OF_FOLDERS = [str(page.relative_to(ROOT)) for page in ROOT.glob("distnb/**/README.md")]
+PAPERS = [
+    *("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"),
+    *PAGES_OF_FOLDERS,
+    *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md")),
+]
 
 
 @pytest.mark.parametrize("paper", PAPERS)
