@@ -1,4 +1,4 @@
-"""Private names of torch.utils.data: loaders, their iterations and workers."""
+"""Private names of torch.utils.data (loaders, their iterations and workers) and of multiprocessing's processes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ with private_names("torch"):
 __all__ = [
     "base_seed",
     "batches_returned",
+    "call_of",
     "draws_whole_dataset",
     "forget_iterator",
     "handle_ends_of_workers",
@@ -82,3 +83,8 @@ def shut_down(iterator: Any) -> None:
 def draws_whole_dataset(sampler: RandomSampler) -> bool:
     """Return whether a sampler draws as many examples as the dataset has."""
     return sampler._num_samples is None
+
+
+def call_of(process: BaseProcess) -> tuple[Any, tuple[Any, ...]]:
+    """Return the function that a process runs, and its positional arguments."""
+    return process._target, process._args  # type: ignore[attr-defined]

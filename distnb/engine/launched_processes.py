@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distnb.compat import patches
+from distnb.compat.loader_internals import call_of
 from distnb.errors import ContextError
 from distnb.objects.code.definitions import content_of, names_of_code
 
@@ -30,7 +31,7 @@ def install() -> None:
 
 
 def _checked_start(start: Callable[[Any], None], process: Any) -> None:
-    _check(process._target, process._args)
+    _check(*call_of(process))
     start(process)
 
 

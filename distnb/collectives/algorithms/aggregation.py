@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from distnb.collectives.algorithms.checked_results import require_like
 from distnb.collectives.algorithms.flat_packs import Packs
-from distnb.collectives.algorithms.results import require_like
 from distnb.collectives.digests import digest
 from distnb.collectives.group.interface import PendingCollective
 from distnb.collectives.group.process_group import OWN

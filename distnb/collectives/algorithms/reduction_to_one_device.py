@@ -63,7 +63,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             for part in parts[1:]:
                 total.add_(part)
             return total
-        from distnb.collectives.algorithms.results import require_like
+        from distnb.collectives.algorithms.checked_results import require_like
 
         like = parts[0]
         what = f"accumulation_fn was given {len(parts)} tensors, {like.dtype}{list(like.shape)} each,"

@@ -18,6 +18,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from distnb.compat import loader_internals
+from distnb.compat.loader_internals import call_of
 
 __all__ = [
     "end_processes",
@@ -124,8 +125,8 @@ _WORKERS = "torch.utils.data._utils.worker"
 
 def _prepare(_: object) -> None:
     """Set the address in a process that multiprocessing has forked from this one, before anything else runs there."""
-    process: Any = multiprocessing.current_process()
-    if getattr(process._target, "__module__", "") == _WORKERS:
+    target, _ = call_of(multiprocessing.current_process())
+    if getattr(target, "__module__", "") == _WORKERS:
         vars(connection)["arbitrary_address"] = _address_without_file
 
 
