@@ -124,7 +124,7 @@ def test_folders_are_named_by_an_option(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_folders(Path("b")) == (b,)
     with pytest.raises(OptionError, match="/c is not a folder"):
         read_folders(["a", "c"])
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     assert read_folders(True) == (str(tmp_path),)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "a/script.py", raising=False)
     assert read_folders(True) == (a,)

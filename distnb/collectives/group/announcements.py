@@ -6,10 +6,12 @@ it or never ask. Both sides derive the announcement's name from the number of co
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from distnb.collectives.group.process_group import GuardedProcessGroup
 from distnb.errors import CollectiveMismatchError
+
+if TYPE_CHECKING:
+    from distnb.collectives.group.process_group import GuardedProcessGroup
 
 __all__ = ["announce", "await_announcement", "place"]
 

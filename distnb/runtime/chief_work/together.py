@@ -11,7 +11,6 @@ import cloudpickle
 from distnb.errors import RemoteError
 from distnb.objects.constructors import open_exception
 from distnb.runtime import choice
-from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
 
 __all__ = ["gather_lines", "gather_values", "on_chief", "raise_together"]
@@ -31,6 +30,8 @@ def on_chief(do: Callable[[], T]) -> T:
     process = this_process.replica
     if process is None or process.size == 1:
         return do()
+    from distnb.runtime.reduction.gathering import broadcast_tree  # loads torch
+
     result: Any = None
     if process.rank == 0:
         try:
