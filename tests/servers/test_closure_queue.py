@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from distnb.errors import InvariantError
 from distnb.servers.coordinator.queue import Cancel, ClosureQueue, Interrupt, Reclaim, ReportNoWorker, Send
 
 
@@ -200,3 +201,41 @@ def test_closures_that_may_still_run_are_remembered_until_all_before_them_have_e
     assert queue.astray(0) == {2, 3, 4}, "another queue's closure 0 has not ended"
     assert queue.astray(3) == {3, 4}
     assert queue.astray(5) == set()
+
+
+def test_the_queue_records_each_transition() -> None:
+    queue = ClosureQueue(depth=1)
+    queue.worker_up(3, 0.0)
+    queue.scheduled(1, 1.0)
+    queue.scheduled(2, 1.5, after=[1])
+    queue.ended(3, 1, "failed", now=2.0)
+    up, first, second, failed = queue.story
+    assert up.after == "[worker 3: idle]"
+    assert (first.details, first.orders) == ((1,), (Send(1, 3),))
+    assert second.details == (2, [1])
+    assert second.after == "[worker 3: 1; 1 queued]"
+    assert (failed.time, failed.details, failed.orders) == (2.0, (3, 1, "failed"), (Cancel(2),))
+    assert failed.after == "[worker 3: idle; 1 failed; 1 cancelled]"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda queue: queue._waiting.append(1), "several places"),
+        (lambda queue: queue._unfinished.discard(1), "either placed or unfinished"),
+        (lambda queue: queue._ending.add(9), r"\[9\] are ending, but no worker has them"),
+        (lambda queue: queue._workers[0].closures.extend([5, 6]), "more than 2"),
+        (lambda queue: setattr(queue._workers[0], "reclaiming", 9), "closure 9 is being reclaimed"),
+        (lambda queue: setattr(queue, "_done", 1), "does not add up"),
+        (lambda queue: queue.done_by.update([0]), "0 closures are done"),
+        (lambda queue: queue._blocked.update({2: set()}), "blocked by"),
+        (lambda queue: queue._workers[0].stuck_in.add(1), "were abandoned"),
+    ],
+)
+def test_a_violation_of_the_queue_is_reported_with_the_story(spoil: object, message: str) -> None:
+    queue = ClosureQueue(depth=2)
+    queue.worker_up(0, 0.0)
+    queue.scheduled(1, 1.0)
+    spoil(queue)  # type: ignore[operator]
+    with pytest.raises(InvariantError, match=f"{message}(?s:.*)scheduled"):
+        queue.scheduled(2, 2.0)

@@ -26,7 +26,6 @@ from distnb.notebook.programs.prompts import Prompts
 from distnb.notebook.programs.supervisor import EventHub
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import Interrupts
-from distnb.servers.engine import task_room
 from distnb.wire.messages import Answer, Died, InputFinished, InputRequest, Output, ProgramEnded, Prompting
 
 pytestmark = pytest.mark.timeout(60)
@@ -87,7 +86,7 @@ def test_prompts_are_refused_when_idle_in_a_closure_and_in_a_child() -> None:
     replica.running = None
     with pytest.raises(RuntimeError, match="where it cannot ask the user"):
         replica.console.input()
-    replica.running, replica.console.refusal = PROGRAM, task_room.REFUSAL
+    replica.running, replica.console.refusal = PROGRAM, "{what} was called in a closure. Use %%distribute default."
     with pytest.raises(RuntimeError, match=r"input\(\) was called in a closure.*%%distribute default"):
         replica.console.input()
     replica.console.refusal = ""

@@ -24,6 +24,7 @@ def modules_with_examples() -> list[str]:
     return found
 
 
+@pytest.mark.features
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_examples_in_docstrings_run(name: str) -> None:
     outcome = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)

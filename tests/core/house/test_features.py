@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,23 @@ def test_no_file_of_the_core_names_a_feature(feature: str) -> None:
     files = [file for room in (*CORE, "magics", "widgets") for file in package.joinpath(room).rglob("*.py")]
     naming = [str(file) for file in files if f"distnb.{feature}" in file.read_text(encoding="utf-8")]
     assert not naming
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_cores_tests_pass_without_any_feature(tmp_path: Path) -> None:
+    """Run the core's fast tests in a pytest, and in processes that it starts, which refuse all features."""
+    hook = WITHOUT.partition("import distnb\n")[0].replace("sys.argv[1]", "os.environ['REFUSED']")
+    (tmp_path / "sitecustomize.py").write_text(f"import os\n{hook}", encoding="utf-8")
+    refused = ",".join(f"distnb.{each}" for each in USES)
+    command = [sys.executable, "-m", "pytest", "tests/core", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-m", "not processes and not soak and not features"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "REFUSED": refused},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]

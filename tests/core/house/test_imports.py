@@ -36,6 +36,7 @@ def test_the_engine_side_loads_no_front_end():
     assert not {"ipywidgets", "anywidget", "distnb.magics", "distnb.widgets", "distnb.notebook"} & loaded
 
 
+@pytest.mark.features
 @pytest.mark.parametrize("name", distnb.__all__)
 def test_every_public_name_loads(name: str):
     assert getattr(distnb, name) is not None

@@ -152,6 +152,7 @@ def test_wrappers_are_nested_once_each(function: str) -> None:
     assert called(1) == ("inner", ((1,), {}))
 
 
+@pytest.mark.features
 def test_all_patches_are_installed_and_removed_together() -> None:
     """Use a separate process, because patches are installed once per process."""
     program = """

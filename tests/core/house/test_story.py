@@ -9,7 +9,6 @@ import pytest
 
 from distnb.errors import InvariantError
 from distnb.notebook.programs.supervision import EndProgram, GiveUpOn, Supervision
-from distnb.servers.coordinator.queue import Cancel, ClosureQueue, Send
 
 
 def test_the_supervision_records_each_transition() -> None:
@@ -26,21 +25,6 @@ def test_the_supervision_records_each_transition() -> None:
     assert failed.orders == (EndProgram(0, 7, "replica on engine 1 failed: ValueError: no", False),)
     assert (given_up.event, given_up.after, given_up.orders) == ("tick", "[engine 0 stuck in 7]", (GiveUpOn(0, 7),))
     assert (reported.time, reported.after) == (9.0, "[idle]")
-
-
-def test_the_queue_records_each_transition() -> None:
-    queue = ClosureQueue(depth=1)
-    queue.worker_up(3, 0.0)
-    queue.scheduled(1, 1.0)
-    queue.scheduled(2, 1.5, after=[1])
-    queue.ended(3, 1, "failed", now=2.0)
-    up, first, second, failed = queue.story
-    assert up.after == "[worker 3: idle]"
-    assert (first.details, first.orders) == ((1,), (Send(1, 3),))
-    assert second.details == (2, [1])
-    assert second.after == "[worker 3: 1; 1 queued]"
-    assert (failed.time, failed.details, failed.orders) == (2.0, (3, 1, "failed"), (Cancel(2),))
-    assert failed.after == "[worker 3: idle; 1 failed; 1 cancelled]"
 
 
 def test_a_story_keeps_the_latest_transitions() -> None:
@@ -84,29 +68,6 @@ def test_a_program_may_be_sent_to_an_engine_that_just_died() -> None:
     orders = state.ended(1, 1, False, "was killed by SIGKILL", 0.2)
     assert [(order.engine, order.program) for order in orders] == [(0, 1)]
     state.joined(1, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda queue: queue._waiting.append(1), "several places"),
-        (lambda queue: queue._unfinished.discard(1), "either placed or unfinished"),
-        (lambda queue: queue._ending.add(9), r"\[9\] are ending, but no worker has them"),
-        (lambda queue: queue._workers[0].closures.extend([5, 6]), "more than 2"),
-        (lambda queue: setattr(queue._workers[0], "reclaiming", 9), "closure 9 is being reclaimed"),
-        (lambda queue: setattr(queue, "_done", 1), "does not add up"),
-        (lambda queue: queue.done_by.update([0]), "0 closures are done"),
-        (lambda queue: queue._blocked.update({2: set()}), "blocked by"),
-        (lambda queue: queue._workers[0].stuck_in.add(1), "were abandoned"),
-    ],
-)
-def test_a_violation_of_the_queue_is_reported_with_the_story(spoil: object, message: str) -> None:
-    queue = ClosureQueue(depth=2)
-    queue.worker_up(0, 0.0)
-    queue.scheduled(1, 1.0)
-    spoil(queue)  # type: ignore[operator]
-    with pytest.raises(InvariantError, match=f"{message}(?s:.*)scheduled"):
-        queue.scheduled(2, 2.0)
 
 
 def test_invariants_are_checked_only_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return given
 
 
+@pytest.mark.features
 def test_start_accepts_launchers_and_resolvers(
     shell: InteractiveShell, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,6 +481,7 @@ def test_default_can_be_called_as_a_function(shell: InteractiveShell) -> None:
 # -- %distnb ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.features
 def test_help_and_unknown_commands_are_answered(shell: InteractiveShell) -> None:
     for line in ("%distnb", "%distnb help", "%distnb -h", "%distnb --help", "%distnb?"):
         text = run(shell, line)[1]
@@ -622,6 +624,7 @@ def test_magics_complete_their_arguments(shell: InteractiveShell, line: str, exp
     assert expected <= complete(shell, line)
 
 
+@pytest.mark.features
 def test_every_option_of_start_completes(shell: InteractiveShell) -> None:
     options = set(re.findall(r"--[a-z-]+", run(shell, "%distnb start -h")[1]))
     assert {"--hosts", "--launcher", "--secret"} <= options <= complete(shell, "%distnb start --")
