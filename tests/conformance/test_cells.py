@@ -37,5 +37,6 @@ def test_a_program_is_right_or_refused(
     notebook_with: Callable[[str], Notebook], engines: str, program: str, way: Way
 ) -> None:
     notebook, found = notebook_with(engines), named(program)
+    notebook.run("%reset -f")  # a text with `eval` would send the names of earlier programs
     prepare(notebook, found, way)
     judge(found, way, outcome_of(notebook, found, cell_of(found, way, found.text)))
