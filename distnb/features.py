@@ -2,11 +2,11 @@
 
 A folder is a feature if it has a module `feature`. That module loads nothing of its folder: it names objects, by place
 and by text, and the core loads an object when it needs it. Deleting the folder removes the feature. For example,
-`distnb/servers/feature.py` contains
+`distnb/sharded/feature.py` contains
 
-    add("runtimes", "parameter_server", "distnb.servers.variables.roles:runtime_of")
+    add("sharded models", "runtime", "distnb.sharded.sharded_objects:make_runtime")
 
-and the core calls `require("runtimes", "parameter_server")(strategy)`.
+and the core calls `require("sharded models", "runtime")(process, strategy)`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,14 @@ def test_no_servers_are_started_without_their_feature() -> None:
 
 def test_the_core_loads_without_any_of_these_features() -> None:
     run_without([*USES], LOAD)
+
+
+def test_every_extension_point_is_described() -> None:
+    root = Path(distnb.__path__[0])
+    added = {point for path in root.glob("*/feature.py") for point in re.findall(r'add\("([^"]+)"', path.read_text())}
+    table = (root / "README.md").read_text(encoding="utf-8").partition("## Global state")[0]
+    described = {name for row in re.findall(r"(?m)^\| ([^|]+) \|", table) for name in row.split(", ")}
+    assert described - {"point"} == added
 
 
 def test_the_register_loads_no_library() -> None:
