@@ -21,13 +21,13 @@ from distnb.magics.engine_tables import STATUS_COLUMNS, ready_text, status_rows
 from distnb.magics.tracebacks import presented
 from distnb.notebook import bug_report, value_placement
 from distnb.notebook import compose as sessions
-from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.notebook.reports import stacks_text
 from distnb.notebook.teams import check_replicas
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
-from distnb.notebook.views.event_files import EventFiles
 from distnb.options import StrategySpec
 from distnb.strategies import resolve
+from distnb.views.event_files import EventFiles
+from distnb.views.wording import filled, html_table, human_bytes
 from distnb.widgets import exports
 from distnb.widgets.publisher import publisher_for
 from distnb.widgets.timeline import timeline

@@ -25,9 +25,9 @@ from distnb.magics.commands import AUTODISTRIBUTE, DISTRIBUTE, asks_for_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
 from distnb.notebook.output.profiles import profile_folder
-from distnb.notebook.output.wording import cell_name
 from distnb.options import StrategySpec
 from distnb.strategies import class_of, resolve
+from distnb.views.wording import cell_name
 from distnb.wire.messages import UsersFunction
 
 if TYPE_CHECKING:

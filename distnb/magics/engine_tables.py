@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from distnb.notebook.engines import EngineStatus
-from distnb.notebook.output.wording import ranges
+from distnb.views.wording import ranges
 
 __all__ = ["STATUS_COLUMNS", "ready_text", "status_rows"]
 

@@ -20,8 +20,8 @@ from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.magics.stop_handler import StopHandler
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.namespace.module_watch import FileVersion
-from distnb.notebook.views.front_end import FrontEnd
 from distnb.objects.code import spawned_processes
 from distnb.objects.modes.environment import cell_began
 from distnb.runtime.program_ends import program_ended

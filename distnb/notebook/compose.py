@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import NoClusterError, StartError
-from distnb.notebook.views.front_end import FrontEnd
+from distnb.notebook.front_end import FrontEnd
 from distnb.options import DATA_LIMIT_NBYTES
 
 if TYPE_CHECKING:
     from distnb.cluster.start_options import Elsewhere, StartOptions
     from distnb.notebook.session import Session
-    from distnb.notebook.views.runs import History
     from distnb.topology import Device
+    from distnb.views.runs import History
 
 __all__ = [
     "attach",

@@ -20,6 +20,7 @@ from distnb.cluster.start_options import StartOptions
 from distnb.errors import EngineDied, NoClusterError, OptionError, ProgramError
 from distnb.notebook.engine_owners import EngineOwner, LastingOwner, plan_owner
 from distnb.notebook.engines import Engines, EngineStatus
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.handles.pending import DeferredCall, PendingCalls
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
@@ -31,14 +32,13 @@ from distnb.notebook.reports import process_text, stacks_text
 from distnb.notebook.resizing import Resized, Resizing, checked_size
 from distnb.notebook.session_part import SessionPart
 from distnb.notebook.teams import check_replicas
-from distnb.notebook.views.front_end import FrontEnd
-from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.options import StrategySpec
 from distnb.runtime import step_count
 from distnb.runtime.program_ends import program_ended
 from distnb.story import Transition
 from distnb.topology import Task, Team
 from distnb.values import Future
+from distnb.views.timeline_model import TimelineModel
 from distnb.wire.exchange import Snapshot
 from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, PostMortem, RunCell, Status, UsersFunction
 

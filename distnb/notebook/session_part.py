@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distnb.notebook.engines import Engines
-    from distnb.notebook.views.front_end import FrontEnd
+    from distnb.notebook.front_end import FrontEnd
 
 __all__ = ["Ask", "SessionPart"]
 

@@ -9,9 +9,9 @@ from distnb.features import find
 from distnb.notebook import compose as sessions
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.remote_dataset import RemoteDataset
-from distnb.notebook.views.devices_model import DevicesModel
-from distnb.notebook.views.placement_model import PlacementModel
 from distnb.values import structure
+from distnb.views.devices_model import DevicesModel
+from distnb.views.placement_model import PlacementModel
 from distnb.wire.value_facts import Holding
 
 if TYPE_CHECKING:

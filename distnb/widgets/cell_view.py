@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from distnb.notebook.output.output_merger import OutputMerger
-from distnb.notebook.views.live_model import LiveCall, LiveModel
-from distnb.notebook.views.runs import History
-from distnb.notebook.views.watch import Watch
 from distnb.topology import Team
+from distnb.views.live_model import LiveCall, LiveModel
+from distnb.views.runs import History
+from distnb.views.watch import Watch
 from distnb.widgets.live_views import LiveView
 from distnb.widgets.publisher import Publisher
 from distnb.wire.messages import (

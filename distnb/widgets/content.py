@@ -6,7 +6,11 @@ import html
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from distnb.notebook.output.wording import (
+from distnb.views.chart_model import Chart, Series, charts
+from distnb.views.crowds import noteworthy, others, unlikeness
+from distnb.views.curves import MOST_LINES
+from distnb.views.live_model import LiveModel, ReplicaRow
+from distnb.views.wording import (
     duration,
     filled,
     html_table,
@@ -15,10 +19,6 @@ from distnb.notebook.output.wording import (
     short_number,
     whole_number,
 )
-from distnb.notebook.views.chart_model import Chart, Series, charts
-from distnb.notebook.views.crowds import noteworthy, others, unlikeness
-from distnb.notebook.views.curves import MOST_LINES
-from distnb.notebook.views.live_model import LiveModel, ReplicaRow
 from distnb.widgets.picture import as_image, picture
 from distnb.widgets.timeline_picture import timeline_html, timeline_image, timeline_text, waits_html
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from distnb.errors import OptionError, closest
 from distnb.notebook import compose
-from distnb.notebook.views.chart_model import Series, series_of
-from distnb.notebook.views.curves import Point
-from distnb.notebook.views.runs import History, Run
+from distnb.views.chart_model import Series, series_of
+from distnb.views.curves import Point
+from distnb.views.runs import History, Run
 
 if TYPE_CHECKING:
     import pandas

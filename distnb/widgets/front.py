@@ -15,12 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distnb.notebook.views.event_files import EventFiles
-from distnb.notebook.views.front_end import ask_here
-from distnb.notebook.views.live_model import HERE, LiveCall, LiveModel
-from distnb.notebook.views.runs import History
-from distnb.notebook.views.watch import Watch
+from distnb.notebook.front_end import ask_here
 from distnb.runtime import step_count
+from distnb.views.event_files import EventFiles
+from distnb.views.live_model import HERE, LiveCall, LiveModel
+from distnb.views.runs import History
+from distnb.views.watch import Watch
 from distnb.watching import live
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.live_views import LiveView, PictureView, TextView

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from distnb.notebook.output.wording import short_number
-from distnb.notebook.views.curves import MOST_LINES
-from distnb.notebook.views.live_model import LiveModel
+from distnb.views.curves import MOST_LINES
+from distnb.views.live_model import LiveModel
+from distnb.views.wording import short_number
 from distnb.widgets.content import head_text, picture_bundle, plain_summary
 from distnb.widgets.publisher import Publisher
 

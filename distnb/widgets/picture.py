@@ -8,10 +8,10 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from distnb.notebook.output.wording import short_number
-from distnb.notebook.views.chart_model import Chart, charts
-from distnb.notebook.views.curves import Point
-from distnb.notebook.views.live_model import LiveModel
+from distnb.views.chart_model import Chart, charts
+from distnb.views.curves import Point
+from distnb.views.live_model import LiveModel
+from distnb.views.wording import short_number
 
 __all__ = ["as_image", "nice_ticks", "picture", "pictures", "short_name"]
 

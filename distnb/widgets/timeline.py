@@ -10,9 +10,9 @@ from typing import Any
 
 from distnb.errors import OptionError, ProgramError
 from distnb.notebook import compose
-from distnb.notebook.output.wording import filled, html_table
-from distnb.notebook.views.crowds import MOST_SHOWN, noteworthy, others, unlikeness
-from distnb.notebook.views.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
+from distnb.views.crowds import MOST_SHOWN, noteworthy, others, unlikeness
+from distnb.views.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
+from distnb.views.wording import filled, html_table
 from distnb.widgets.picture import as_image
 from distnb.widgets.timeline_picture import gantt_picture
 

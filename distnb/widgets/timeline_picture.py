@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Mapping
 
-from distnb.notebook.output.wording import short_number
-from distnb.notebook.views.crowds import noteworthy, others, unlikeness
-from distnb.notebook.views.live_model import LiveModel
-from distnb.notebook.views.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
+from distnb.views.crowds import noteworthy, others, unlikeness
+from distnb.views.live_model import LiveModel
+from distnb.views.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
+from distnb.views.wording import short_number
 from distnb.widgets.picture import as_image, nice_ticks
 
 __all__ = ["gantt_picture", "shares_picture", "timeline_html", "timeline_image", "timeline_text", "waits_html"]

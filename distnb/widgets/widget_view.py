@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 import anywidget
 import traitlets
 
-from distnb.notebook.views.chart_model import Chart, charts
-from distnb.notebook.views.curves import Line, Point
+from distnb.views.chart_model import Chart, charts
+from distnb.views.curves import Line, Point
 from distnb.widgets.content import head_text, live_html, picture_bundle
 from distnb.widgets.live_views import LiveView
 

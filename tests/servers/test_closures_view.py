@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from distnb.notebook.views.live_model import LiveModel
 from distnb.runtime import step_count
 from distnb.servers.coordinator.status import CoordinatorStatus, WorkerStatus
 from distnb.servers.notebook.closures_drawing import largest, runs_text, server_texts, worker_table
@@ -20,6 +19,7 @@ from distnb.servers.notebook.coordinator_watch import CoordinatorWatch
 from distnb.servers.notebook.queue_picture import queue_picture
 from distnb.servers.variables.here import servers_here
 from distnb.servers.variables.shard_placement import PlacedShard
+from distnb.views.live_model import LiveModel
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, picture_bundle, plain_summary
 from distnb.widgets.live_views import PictureView

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from distnb.cluster.package_versions import differs, package_of, version_here
 from distnb.machines.users_code.local_modules import local_file
-from distnb.notebook.output.wording import ranges
+from distnb.views.wording import ranges
 
 __all__ = ["PackageComparison"]
 

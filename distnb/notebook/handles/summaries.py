@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from distnb.notebook.handles.state import RemoteState, state_of_handle
-from distnb.notebook.views.value_model import ValueModel
 from distnb.values import DistributedValues, Mirrored
+from distnb.views.value_model import ValueModel
 from distnb.wire.value_facts import Inspected
 
 __all__ = ["as_model", "as_text", "kind_of"]

@@ -22,7 +22,6 @@ from distnb.notebook.namespace.results import Results
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.tracked_teams import Grown, TrackedTeams
 from distnb.notebook.namespace.user_names import user_names
-from distnb.notebook.output.wording import cell_name
 from distnb.objects.code.definitions import Classes, is_code, is_simple
 from distnb.objects.code.reads import names_read
 from distnb.objects.modes.environment import capture_environment
@@ -32,6 +31,7 @@ from distnb.options import DATA_LIMIT_NBYTES, StrategySpec
 from distnb.runtime.this_process import this_process
 from distnb.topology import Team
 from distnb.values import DistributedValues, Future
+from distnb.views.wording import cell_name
 from distnb.wire.exchange import HeldArgument, NamedArgument, Result, Snapshot, TeamKey, is_bare
 from distnb.wire.messages import ObjectId
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from distnb.notebook.handles.handle import HANDLES, RemoteState, change_kind, make_handle, state_of_handle
 from distnb.notebook.namespace.differences import changes_of
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
-from distnb.notebook.output.wording import human_bytes
 from distnb.objects.code.definitions import is_code
 from distnb.objects.modes.environment import Environment, apply_environment
 from distnb.objects.packing import Packed
@@ -18,6 +17,7 @@ from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import same
 from distnb.objects.tracking import part_of
 from distnb.values import Mirrored, structure
+from distnb.views.wording import human_bytes
 from distnb.wire.exchange import Described, Leaf, Result, former, leaf_name
 from distnb.wire.messages import ObjectId
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from distnb.notebook.output.wording import mark
+from distnb.views.wording import mark
 from distnb.wire.value_facts import PLACEMENT, VALUE
 
 __all__ = [

@@ -30,7 +30,7 @@ from distnb.notebook.output.displays import (
 )
 from distnb.notebook.output.screen import Screen
 from distnb.notebook.output.weave import Weave, WovenStep
-from distnb.notebook.output.wording import mark
+from distnb.views.wording import mark
 from distnb.wire.messages import Display, Output
 
 __all__ = ["FIRST_S", "HOLD_S", "OutputMerger"]

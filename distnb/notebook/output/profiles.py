@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distnb.errors import OptionError
-from distnb.notebook.output.wording import human_bytes
+from distnb.views.wording import human_bytes
 
 __all__ = ["profile_folder", "write_profiles"]
 

@@ -9,12 +9,12 @@ from types import MethodType
 from typing import Any
 
 from distnb.errors import CollectiveError, CollectiveMismatchError, EngineDied, OptionError, ProgramError, RemoteError
-from distnb.notebook.output.wording import ranges
 from distnb.notebook.programs.outcome import Outcome
 from distnb.objects.placeholder import Placeholder
 from distnb.runtime.consistency.drift import warn_of_differences
 from distnb.runtime.this_process import this_process
 from distnb.topology import Team
+from distnb.views.wording import ranges
 from distnb.wire.messages import ErrorReport
 
 __all__ = ["Failure", "failing_engine", "raise_failure", "reported", "step_difference", "warn_of_drift"]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.programs.supervision import GiveUpOn
 from distnb.notebook.programs.supervisor import Supervisor
-from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import Interrupts
 from distnb.wire.messages import Answer, Died, InputFinished, InputRequest, ProgramEnded, Prompting
 

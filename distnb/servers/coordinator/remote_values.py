@@ -77,8 +77,8 @@ class RemoteValue:
     def _repr_html_(self) -> str | None:
         if self.state != "done":
             return None
-        from distnb.notebook.views.value_model import ValueModel
         from distnb.runtime.inspection.inspecting import inspect
+        from distnb.views.value_model import ValueModel
         from distnb.widgets.value_views.value_html import value_html
 
         facts = {0: inspect(self.fetch())}

@@ -19,12 +19,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import MessageError, ServerLost, StartError
-from distnb.notebook.output.wording import cell_name
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.programs.failures import reported
 from distnb.notebook.programs.outcome import Outcome, oldest_awaiting
 from distnb.notebook.programs.supervision import GiveUpOn
 from distnb.notebook.session_part import Ask, SessionPart
-from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import drain
 from distnb.servers.closure_messages import AssignTask, RunClosure, ServersReplaced
 from distnb.servers.coordinator.link import (
@@ -43,6 +42,7 @@ from distnb.servers.notebook.closures_drawing import runs_text, server_texts
 from distnb.servers.notebook.coordinator_watch import CoordinatorWatch
 from distnb.servers.variables.here import servers_here
 from distnb.topology import PS, WORKER, Task
+from distnb.views.wording import cell_name
 from distnb.wire.messages import Died, ErrorReport, Hello, Output, ProgramReclaimed, Reply, Unreadable
 
 if TYPE_CHECKING:

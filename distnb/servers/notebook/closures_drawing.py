@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from distnb.notebook.output.wording import filled, html_table, human_bytes, note_html, short_number, whole_number
-from distnb.notebook.views.live_model import LiveModel, ReplicaRow
+from distnb.views.live_model import LiveModel, ReplicaRow
+from distnb.views.wording import filled, html_table, human_bytes, note_html, short_number, whole_number
 
 if TYPE_CHECKING:
     from distnb.servers.coordinator.status import WorkerStatus

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from distnb.notebook.output.wording import duration
-from distnb.notebook.views.watch import Work
 from distnb.servers.notebook.closures_drawing import runs_text, server_texts, shards_html, workers_html
 from distnb.servers.notebook.queue_picture import queue_picture
+from distnb.views.watch import Work
+from distnb.views.wording import duration
 
 if TYPE_CHECKING:
-    from distnb.notebook.views.live_model import LiveModel
     from distnb.runtime.step_count import Reading
     from distnb.servers.coordinator.status import CoordinatorStatus
     from distnb.servers.variables.shard_placement import PlacedShard
+    from distnb.views.live_model import LiveModel
 
 __all__ = ["ClosuresModel"]
 

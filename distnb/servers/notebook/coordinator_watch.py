@@ -6,13 +6,13 @@ import math
 import threading
 from typing import TYPE_CHECKING
 
-from distnb.notebook.views.watch import Watch
 from distnb.servers.notebook.closures_model import ClosuresModel
 from distnb.servers.variables.here import servers_here
+from distnb.views.watch import Watch
 
 if TYPE_CHECKING:
-    from distnb.notebook.views.live_model import LiveModel
     from distnb.servers.coordinator.coordinator import ClusterCoordinator
+    from distnb.views.live_model import LiveModel
 
 __all__ = ["CoordinatorWatch"]
 

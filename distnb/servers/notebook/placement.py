@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distnb.notebook.views.placement_model import PlacementModel
+from distnb.views.placement_model import PlacementModel
 from distnb.wire.value_facts import Holding
 
 if TYPE_CHECKING:

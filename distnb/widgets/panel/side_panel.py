@@ -21,7 +21,7 @@ import comm
 
 from distnb.notebook import compose
 from distnb.notebook.reports import stacks_text
-from distnb.notebook.views.live_model import LiveModel
+from distnb.views.live_model import LiveModel
 from distnb.widgets.panel.snapshot import mark_of, snapshot
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import DistnbError
-from distnb.notebook.output.wording import mark, ranges
-from distnb.notebook.views.crowds import MOST_SHOWN
-from distnb.notebook.views.live_model import Curve, Line, LiveModel, ReplicaRow
+from distnb.views.crowds import MOST_SHOWN
+from distnb.views.live_model import Curve, Line, LiveModel, ReplicaRow
+from distnb.views.wording import mark, ranges
 from distnb.widgets.content import head
 
 if TYPE_CHECKING:

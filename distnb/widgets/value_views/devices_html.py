@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 
-from distnb.notebook.output.wording import filled, html_table, human_bytes
-from distnb.notebook.views.devices_model import DevicesModel, MemoryPool
+from distnb.views.devices_model import DevicesModel, MemoryPool
+from distnb.views.wording import filled, html_table, human_bytes
 from distnb.widgets.picture import as_image
 
 __all__ = ["devices_html", "devices_text"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 
-from distnb.notebook.output.wording import Html, short_number
+from distnb.views.wording import Html, short_number
 from distnb.wire.value_facts import Statistics
 
 __all__ = ["figures", "histogram"]

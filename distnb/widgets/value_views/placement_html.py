@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from distnb.notebook.output.wording import filled, html_table, human_bytes
-from distnb.notebook.views.placement_model import PlacedPart, PlacedTensor, PlacementModel, bounds_text
+from distnb.views.placement_model import PlacedPart, PlacedTensor, PlacementModel, bounds_text
+from distnb.views.wording import filled, html_table, human_bytes
 from distnb.widgets.picture import as_image
 from distnb.widgets.value_views.placement_picture import grids, placement_svg
 

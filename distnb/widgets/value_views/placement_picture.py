@@ -9,7 +9,7 @@ import html
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from distnb.notebook.views.placement_model import PlacedPart, PlacedTensor
+from distnb.views.placement_model import PlacedPart, PlacedTensor
 
 __all__ = ["grids", "placement_svg"]
 

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from distnb.notebook.views.placement_model import PlacementModel
-from distnb.notebook.views.value_model import ValueModel
 from distnb.values import DistributedValues
+from distnb.views.placement_model import PlacementModel
+from distnb.views.value_model import ValueModel
 from distnb.widgets.value_views.devices_html import devices_html, devices_text
 from distnb.widgets.value_views.placement_html import placement_html, placement_text
 from distnb.widgets.value_views.value_html import value_html

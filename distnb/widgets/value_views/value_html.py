@@ -7,8 +7,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from distnb.notebook.output.wording import Html, filled, html_table, human_bytes, short_number
-from distnb.notebook.views.value_model import Folded, ValueModel, fold, parts, replicas_text
+from distnb.views.value_model import Folded, ValueModel, fold, parts, replicas_text
+from distnb.views.wording import Html, filled, html_table, human_bytes, short_number
 from distnb.widgets.value_views.histogram import figures, histogram
 from distnb.wire.value_facts import Inspected
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from distnb.notebook.output.wording import human_bytes, short_number
-from distnb.notebook.views.value_model import Folded, ValueModel, fold, parts, replicas_text
+from distnb.views.value_model import Folded, ValueModel, fold, parts, replicas_text
+from distnb.views.wording import human_bytes, short_number
 from distnb.widgets.value_views.histogram import figures
 from distnb.wire.value_facts import Inspected
 

@@ -22,9 +22,9 @@ from distnb.engine.debugging import debugger, kept
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
 from distnb.errors import ProgramAborted
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.programs.prompts import Prompts
 from distnb.notebook.programs.supervisor import EventHub
-from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import Interrupts
 from distnb.wire.messages import Answer, Died, InputFinished, InputRequest, Output, ProgramEnded, Prompting
 

@@ -30,7 +30,7 @@ from distnb.magics.cell_request import read_request
 from distnb.magics.cell_text import lines_above, padded
 from distnb.magics.commands import COMMANDS
 from distnb.notebook import compose as sessions
-from distnb.notebook.views.front_end import FrontEnd
+from distnb.notebook.front_end import FrontEnd
 from distnb.options import StrategySpec
 from distnb.runtime.this_process import this_process
 from distnb.widgets.front import Front

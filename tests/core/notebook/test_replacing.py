@@ -11,8 +11,8 @@ import pytest
 import distnb
 from distnb.errors import EngineDied, NoClusterError, OptionError
 from distnb.notebook import compose as sessions
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.session import Session
-from distnb.notebook.views.front_end import FrontEnd
 from tests.support.processes import OF_MODULE
 from tests.support.sessions import lose, started
 

@@ -26,12 +26,12 @@ from distnb.magics.engine_tables import ready_text, status_rows
 from distnb.notebook.engines import EngineStatus
 from distnb.notebook.output.output_merger import FIRST_S, HOLD_S, OutputMerger
 from distnb.notebook.programs.supervision import Supervision
-from distnb.notebook.views.chart_model import charts
-from distnb.notebook.views.crowds import MOST_SHOWN, noteworthy, others, unlikeness
-from distnb.notebook.views.live_model import LiveModel
-from distnb.notebook.views.timeline_model import TimelineModel
-from distnb.notebook.views.waits_model import WaitsModel
 from distnb.topology import Device, Team
+from distnb.views.chart_model import charts
+from distnb.views.crowds import MOST_SHOWN, noteworthy, others, unlikeness
+from distnb.views.live_model import LiveModel
+from distnb.views.timeline_model import TimelineModel
+from distnb.views.waits_model import WaitsModel
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import live_html, picture_bundle, replica_table
 from distnb.widgets.live_views import PictureView

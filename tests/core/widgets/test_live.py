@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from distnb.errors import OptionError
-from distnb.notebook.output.wording import short_number
-from distnb.notebook.views.live_model import HERE, MOST_POINTS, Curve, Line, LiveCall, LiveModel
 from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
 from distnb.values import PerReplica
+from distnb.views.live_model import HERE, MOST_POINTS, Curve, Line, LiveCall, LiveModel
+from distnb.views.wording import short_number
 from distnb.watching.live import TextProgress, live
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, picture_bundle, plain_summary, replica_table

@@ -14,14 +14,14 @@ import pytest
 from distnb.errors import OptionError
 from distnb.input.progress import Progress
 from distnb.notebook import compose
-from distnb.notebook.views.chart_model import charts
-from distnb.notebook.views.curves import Curve, Line, ValueHistory, apart, mean_points
-from distnb.notebook.views.event_files import EventFiles
-from distnb.notebook.views.front_end import FrontEnd
-from distnb.notebook.views.live_model import LiveCall, LiveModel
-from distnb.notebook.views.runs import History
+from distnb.notebook.front_end import FrontEnd
 from distnb.runtime import step_count
 from distnb.topology import Device, Team
+from distnb.views.chart_model import charts
+from distnb.views.curves import Curve, Line, ValueHistory, apart, mean_points
+from distnb.views.event_files import EventFiles
+from distnb.views.live_model import LiveCall, LiveModel
+from distnb.views.runs import History
 from distnb.watching.live import TextProgress, live
 from distnb.widgets.content import head_text, picture_bundle, plain_summary
 from distnb.widgets.exports import history, live_figure
@@ -228,7 +228,7 @@ def test_a_figure_has_a_chart_for_each_name_and_a_line_for_each_replica_or_run(k
 
 
 def test_old_runs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distnb.notebook.views.runs.MOST_VALUES", 5)
+    monkeypatch.setattr("distnb.views.runs.MOST_VALUES", 5)
     drawn = History()
     for number in range(4):
         feed_curves(LiveModel(name=f"In[{number}]", history=drawn), loss=[1.0, 2.0, 3.0])
@@ -382,7 +382,7 @@ class Page:
         self.nbytes = 0
 
     def take(self, content: dict[str, Any], points: array[float]) -> None:
-        from distnb.notebook.views.curves import _joined
+        from distnb.views.curves import _joined
 
         self.nbytes += points.itemsize * len(points)
         place = 0

@@ -22,9 +22,9 @@ from distnb.cluster.local import terminal_socket
 from distnb.cluster.local.terminal_socket import TerminalSocket, ask, running
 from distnb.errors import NoClusterError
 from distnb.notebook.engines import EngineStatus
-from distnb.notebook.views.chart_model import COLORS
-from distnb.notebook.views.live_model import LiveModel
 from distnb.topology import Device, Team
+from distnb.views.chart_model import COLORS
+from distnb.views.live_model import LiveModel
 from distnb.widgets.panel.side_panel import SidePanel
 from distnb.widgets.panel.snapshot import mark_of, snapshot
 from distnb.wire.messages import Live, ProgramEnded, Status, TelemetrySample

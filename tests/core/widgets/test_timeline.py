@@ -13,8 +13,8 @@ import pytest
 from distnb import activity
 from distnb.activity import Arrival, Event
 from distnb.engine.output.telemetry import Telemetry, remember_cell
-from distnb.notebook.views.live_model import LiveModel
-from distnb.notebook.views.timeline_model import KINDS, TimelineModel, sentence
+from distnb.views.live_model import LiveModel
+from distnb.views.timeline_model import KINDS, TimelineModel, sentence
 from distnb.widgets.content import live_html, picture_bundle, plain_summary
 from distnb.widgets.timeline import Timeline
 from distnb.widgets.timeline_picture import gantt_picture, shares_picture, timeline_html

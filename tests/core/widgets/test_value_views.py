@@ -10,11 +10,11 @@ import torch
 
 from distnb.notebook.output.displays import Show
 from distnb.notebook.output.output_merger import OutputMerger
-from distnb.notebook.views.devices_model import DevicesModel
-from distnb.notebook.views.placement_model import PlacementModel
-from distnb.notebook.views.value_model import ValueModel
 from distnb.runtime.inspection.inspecting import inspect
 from distnb.values import Mirrored, PerReplica
+from distnb.views.devices_model import DevicesModel
+from distnb.views.placement_model import PlacementModel
+from distnb.views.value_model import ValueModel
 from distnb.widgets.value_views.devices_html import devices_html, devices_text
 from distnb.widgets.value_views.placement_html import placement_html, placement_text
 from distnb.widgets.value_views.placement_picture import placement_svg

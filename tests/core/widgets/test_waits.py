@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from distnb.notebook.views.live_model import LiveModel
-from distnb.notebook.views.waits_model import WaitsModel
 from distnb.topology import Device, Team
+from distnb.views.live_model import LiveModel
+from distnb.views.waits_model import WaitsModel
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import live_html, picture_bundle
 from distnb.widgets.live_views import PictureView

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from distnb.notebook.views.curves import Line
-from distnb.notebook.views.runs import Run
+from distnb.views.curves import Line
+from distnb.views.runs import Run
 from distnb.watching.tensorboard_writer import event_writer
 
 __all__ = ["EventFiles"]

@@ -12,8 +12,8 @@ from distnb.wire.messages import InputRequest
 
 if TYPE_CHECKING:
     from distnb.notebook.namespace.module_watch import FileVersion
-    from distnb.notebook.views.runs import History
-    from distnb.notebook.views.watch import Watch
+    from distnb.views.runs import History
+    from distnb.views.watch import Watch
 
 __all__ = ["FrontEnd", "ask_here"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from distnb.notebook.output.wording import human_bytes
+from distnb.views.wording import human_bytes
 
 if TYPE_CHECKING:
     from distnb.wire.messages import MemoryUse

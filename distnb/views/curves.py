@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distnb.notebook.output.wording import ranges, short_number
+from distnb.views.wording import ranges, short_number
 
 __all__ = [
     "MOST_IN_MEAN",

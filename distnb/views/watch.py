@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distnb.notebook.views.live_model import LiveModel
     from distnb.runtime.step_count import Reading
+    from distnb.views.live_model import LiveModel
 
 __all__ = ["Watch", "Work"]
 

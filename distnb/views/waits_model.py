@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from distnb.activity import sample_period_s
-from distnb.notebook.output.wording import cell_place, ranges
+from distnb.views.wording import cell_place, ranges
 from distnb.wire.messages import TelemetrySample, Waiting
 
 __all__ = ["WaitsModel"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from distnb.errors import OptionError, closest
-from distnb.notebook.views.curves import Curve
 from distnb.runtime.step_count import Axis
+from distnb.views.curves import Curve
 
 if TYPE_CHECKING:
     import pandas

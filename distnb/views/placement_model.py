@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distnb.notebook.output.wording import ranges
-from distnb.notebook.views.value_model import replicas_text
+from distnb.views.value_model import replicas_text
+from distnb.views.wording import ranges
 from distnb.wire.value_facts import Holding
 
 __all__ = ["PlacedPart", "PlacedTensor", "PlacementModel", "bounds_text"]

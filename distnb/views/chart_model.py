@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distnb.notebook.output.wording import mark, short_number
-from distnb.notebook.views.curves import MOST_IN_MEAN, MOST_LINES, Curve, Line, Point, apart, mean_points
-from distnb.notebook.views.live_model import LiveModel
-from distnb.notebook.views.runs import Run
+from distnb.views.curves import MOST_IN_MEAN, MOST_LINES, Curve, Line, Point, apart, mean_points
+from distnb.views.live_model import LiveModel
+from distnb.views.runs import Run
+from distnb.views.wording import mark, short_number
 
 __all__ = ["COLORS", "Chart", "Series", "charts", "facts", "series_of"]
 

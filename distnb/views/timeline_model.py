@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 from distnb.activity import MOST_EVENTS, Event
-from distnb.notebook.output.wording import cell_place
+from distnb.views.wording import cell_place
 from distnb.wire.messages import TelemetrySample
 
 __all__ = ["KINDS", "Piece", "Spent", "Straggler", "TimelineModel", "sentence"]

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from distnb.notebook.views.curves import MOST_POINTS, Curve, Line, Point
-from distnb.notebook.views.runs import History, Run
-from distnb.notebook.views.timeline_model import TimelineModel
-from distnb.notebook.views.waits_model import WaitsModel
-from distnb.notebook.views.watch import Work
 from distnb.runtime import step_count
+from distnb.views.curves import MOST_POINTS, Curve, Line, Point
+from distnb.views.runs import History, Run
+from distnb.views.timeline_model import TimelineModel
+from distnb.views.waits_model import WaitsModel
+from distnb.views.watch import Work
 from distnb.wire.messages import (
     CleaningUp,
     Died,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from distnb.notebook.output.wording import ranges
+from distnb.views.wording import ranges
 from distnb.wire.value_facts import Inspected
 
 __all__ = ["Folded", "ValueModel", "fold", "parts", "replicas_text"]
