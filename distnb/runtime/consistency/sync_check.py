@@ -97,7 +97,7 @@ def _named_leaves(value: Any) -> dict[str, Any]:
     for path, leaf in _by_path(value).items():
         if isinstance(leaf, torch.nn.Module):
             state = leaf.state_dict(keep_vars=True)  # this replica's components, not the aggregated values
-            inner = dict(same_everywhere(_by_path(state).items()))
+            inner = dict(same_everywhere(leaf, _by_path(state).items()))
         elif isinstance(leaf, torch.optim.Optimizer):
             inner = _by_path(leaf.state_dict())
         else:

@@ -5,7 +5,6 @@ Registered parameters and buffers get replica 0's values on all replicas. Parame
 
 from __future__ import annotations
 
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,8 +46,6 @@ __all__ = [
 
 _LARGE_NBYTES = 4096
 _OF_KERAS = "_torch_params"
-_COUNT = re.compile(r"_[0-9]+(?!\w)")
-_FUNCTIONAL = re.compile(r"\b_functional\.")
 _buffers = WeakIdKeyDictionary()
 
 
@@ -76,7 +73,7 @@ def parameters_of(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, torch.nn.Module):
-        own = [parameter for _, parameter in own_parameters(value)]
+        own = [parameter for _, parameter in _named(value)]
         return [*own, *(each for adopter in adopters_of(value) for each in adopter.optimizer_tensors(value))]
     if isinstance(value, torch.optim.Optimizer):
         return [parameter for group in value.param_groups for parameter in group["params"]]
@@ -93,13 +90,17 @@ def adopters_of(module: torch.nn.Module) -> list[Any]:
 
     They are at the extension point "adopters of models", under the name of the models' class, such as "keras.Model".
     """
-    found = []
-    for name in features.names("adopters of models"):
-        library, _, model = name.partition(".")
-        kind = getattr(sys.modules.get(library), model, None)
-        if kind is not None and isinstance(module, kind):
-            found.append(features.find("adopters of models", name))
-    return found
+    kinds = _kinds("adopters of models")
+    return [features.find("adopters of models", name) for kind, name in kinds if isinstance(module, kind)]
+
+
+def _kinds(point: str) -> Iterator[tuple[type, str]]:
+    """Yield the classes of imported libraries for which features add to an extension point, with their names there."""
+    for name in features.names(point):
+        library, _, kind = name.partition(".")
+        found = getattr(sys.modules.get(library), kind, None)  # while the library is being imported, it has none
+        if found is not None:
+            yield found, name
 
 
 class _GroupKey:
@@ -480,40 +481,20 @@ class Registration:
         return True
 
 
-def same_everywhere(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return a model's parameters or buffers in an order and by names that are the same on all replicas.
+def same_everywhere(module: torch.nn.Module, given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return a module's named parameters or buffers in an order and by names that are the same on all replicas.
 
-    Keras's names are paths that count the layers made in a process, such as `sequential_1/dense_2/bias`, and the names
-    in a copy lack the beginning of the path. A replica that was replaced, or that made further models by itself, has
-    other counts. So only the last two parts of the path are kept, without counts, and a running number is added:
-    `dense/bias 3`. torch sorts the parameters by name, with `dense_10` before `dense_9`; here they are sorted by
-    number.
+    torch's order and names are, except in layers of a library that counts the layers of its process. Its feature has a
+    function like this one at the extension point "names of parameters".
     """
-    split = [(*name.partition(f"{_OF_KERAS}."), value) for name, value in given]
-    if not any(of_keras for _, of_keras, _, _ in split):
-        return [(before, value) for before, _, _, value in split]
-    # A Sequential's inner functional model lists the same parameters again, once its parameters have been read. Keep
-    # one of each.
-    one_each = {
-        (_FUNCTIONAL.sub("", before), path, id(value)): (of_keras, value) for before, of_keras, path, value in split
-    }
-    ordered = sorted(one_each.items(), key=lambda each: _counts_in(each[0][1]))
-    return [
-        (
-            f"{before}{_COUNT.sub('', '/'.join(path.split('/')[-2:]))} {number}" if of_keras else before,
-            value,
-        )
-        for number, ((before, path, _), (of_keras, value)) in enumerate(ordered)
-    ]
-
-
-def _counts_in(path: str) -> list[tuple[str, int]]:
-    """Return a sort key for a path in which numbers compare by value: `dense_9` comes before `dense_10`."""
-    return [(text, int(number or -1)) for text, number in re.findall(r"([^0-9]*)([0-9]*)", path)]
+    for kind, name in _kinds("names of parameters"):
+        if any(isinstance(part, kind) for part in module.modules()):
+            given = features.find("names of parameters", name)(module, given)
+    return list(given)
 
 
 def _named(module: torch.nn.Module, prefix: str = "") -> list[tuple[str, torch.nn.Parameter]]:
-    return same_everywhere((prefix + name, parameter) for name, parameter in own_parameters(module))
+    return same_everywhere(module, ((prefix + name, parameter) for name, parameter in own_parameters(module)))
 
 
 def _parameters_in(part: torch.nn.Module) -> list[torch.nn.Parameter]:

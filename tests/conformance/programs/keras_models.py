@@ -701,7 +701,9 @@ def training_that_goes_on():
     keras.utils.set_random_seed(18)
     x, y = data()
     with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), layer(4, 5), keras.layers.Activation("tanh"), layer(5, 3)])
+        # Twelve variables: Keras counts them in each process, and torch sorts `variable_10` before `variable_9`.
+        body = [layer(4, 5), *(layer(5, 5) for _ in range(4)), keras.layers.Activation("tanh")]
+        model = keras.Sequential([keras.Input((4,)), *body, layer(5, 3)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
         model.compile(keras.optimizers.Adam(rate), loss, metrics=["accuracy"])
