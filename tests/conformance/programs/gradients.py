@@ -703,6 +703,7 @@ _ROWS = Refusal("UnsyncedGradientError", "strategies.md", "gradients that differ
     replicas=(1, 2, 3),
     refused=dict.fromkeys(("mirrored", "multi_worker", "central_storage"), _ROWS),
     under=("default", "one_device", "mirrored", "multi_worker", "central_storage"),
+    modes=("cell", "script"),  # an ordinary cell has one replica_id, and passes the same row to all replicas
 )
 def same_values_in_other_rows_outside_run():
     with strategy.scope():
