@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tests.support import processes
+from tests.support import hidden_modules, processes
 from tests.support.warm_python import bind_to_parent
 
 real = False
@@ -201,6 +201,7 @@ def serve() -> None:
     bind_to_parent(processes.WARM_PYTHON)
     for name in _PRELOADED:
         importlib.import_module(name)
+    hidden_modules.hide()
     gc.freeze()  # a collection would copy the pages of all objects in each process
     _serve(socket.socket(fileno=os.dup(0)))
 
@@ -237,6 +238,7 @@ def _become(arguments: list[str], environment: dict[str, str], cwd: str, streams
     for stream in {each for each in streams if each > 2}:
         os.close(stream)
     os.chdir(cwd)
+    hidden_modules.forget_chosen_otherwise(environment)
     os.environ.clear()
     os.environ.update(environment)
     _renew_environment()

@@ -23,11 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.support import processes
+from tests.support import hidden_modules, processes
 
 _ROOT = Path(__file__).parents[2]
 # Large modules that nearly every script loads. torch would load some of them at an optimizer's first step.
-_PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "sklearn.datasets", "torchmetrics")
+_PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 hash_seeds = 1
@@ -145,6 +145,7 @@ def next_script() -> Any:
     bind_to_parent(processes.WARM_PYTHON)
     for name in _PRELOADED:
         importlib.import_module(name)
+    hidden_modules.hide()
     # The scripts have no `if __name__ == "__main__":`, and Python 3.14 forks nothing by default.
     multiprocessing.set_start_method("fork")
     gc.freeze()  # at its end Python visits all objects, and would copy these in each process
@@ -195,6 +196,7 @@ def _become(script: str, env: dict[str, str], out: str, err: str, status_file: s
         os.dup2(opened, descriptor)
         os.close(opened)
     os.chdir(cwd)
+    hidden_modules.forget_chosen_otherwise(env)
     os.environ.clear()
     os.environ.update(env)
     # The random numbers must differ from those of the original process; Python takes care of its own.
