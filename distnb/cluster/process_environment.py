@@ -51,7 +51,10 @@ STORE_VARIABLE = "DISTNB_STORE_FILE"
 AGENT_VARIABLE = "DISTNB_AGENT"
 """The variable with the module whose `install` makes an engine of the process. Tests use a small one."""
 PRELOAD_VARIABLE = "DISTNB_PRELOAD"
-"""The user's variable with the modules, separated by commas, that engines import before their first program."""
+"""The user's variable with the modules, separated by commas, that engines import before their first program.
+
+If it is empty, idle engines import nothing either.
+"""
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")
 """The command that runs a module. With -P, a user's file such as random.py does not hide the module of that name."""
@@ -146,7 +149,7 @@ def keep_temporary_sockets_in(directory: Path) -> None:
 def forwarded_environment() -> dict[str, str]:
     """Return the notebook's environment variables that all of its engines get, also on other machines."""
     preload = os.environ.get(PRELOAD_VARIABLE)
-    return log_environment() | ({PRELOAD_VARIABLE: preload} if preload else {})
+    return log_environment() | ({} if preload is None else {PRELOAD_VARIABLE: preload})
 
 
 def engines_environment(engines: int, directory: Path, *, agent: str) -> dict[str, str]:

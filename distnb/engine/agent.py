@@ -23,6 +23,7 @@ from tornado.ioloop import IOLoop
 
 from distnb import strategies
 from distnb.accelerators import torch_device
+from distnb.cluster.process_environment import PRELOAD_VARIABLE
 from distnb.collectives.group.groups import groups
 from distnb.compat.ipython_internals import redirect_errors
 from distnb.engine import launched_processes, unattended
@@ -185,7 +186,8 @@ class Agent:
         self._loop.add_callback(self._serve_programs)
         # The objects of torch and IPython are never garbage, so later collections need not visit them.
         gc.freeze()
-        warm_up_when_idle(lambda: 0.0 if self._serving else time.monotonic() - self._served)
+        if os.environ.get(PRELOAD_VARIABLE) != "":
+            warm_up_when_idle(lambda: 0.0 if self._serving else time.monotonic() - self._served)
 
     def _hello(self, *, returning: bool = False) -> Hello:
         """Return this engine's introduction, to its first notebook or to a later one."""

@@ -37,7 +37,6 @@ _STATES = "[row.state for row in distnb.notebook.compose.require().status()]"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ipyparallel.Cluster]:
-    preload, os.environ["DISTNB_PRELOAD"] = os.environ["DISTNB_PRELOAD"], ""
     folder = ProfileDir.create_profile_dir_by_name(get_ipython_dir(), _PROFILE).location
     cluster = ipyparallel.Cluster(n=2, profile=_PROFILE, log_level=40)
     try:
@@ -46,7 +45,6 @@ def cluster() -> Iterator[ipyparallel.Cluster]:
     finally:
         cluster.stop_cluster_sync()
         shutil.rmtree(folder)
-        os.environ["DISTNB_PRELOAD"] = preload
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +94,19 @@ def test_a_cluster_object_names_the_machines(cluster: ipyparallel.Cluster, clien
 
 
 def test_both_clusters_are_used_and_a_lost_engine_is_replaced(
-    cluster: ipyparallel.Cluster, client: ipyparallel.Client, file: Path
+    cluster: ipyparallel.Cluster, client: ipyparallel.Client, file: Path, tmp_path: Path
 ) -> None:
     with Notebook() as notebook:
         notebook.run(f"import distnb, distnb.notebook.compose, ipyparallel\nrc = ipyparallel.Client({str(file)!r})")
         notebook.run("distnb.start(on=distnb.IPythonParallel(rc)); None", timeout_s=120)
-        running = notebook.start("%%distribute mirrored\nimport time\nprint('begun')\ntime.sleep(1)")
+        go_on = tmp_path / "go on"
+        running = notebook.start(
+            "%%distribute mirrored\nimport os, time\nprint('begun')\n"
+            f"while not os.path.exists({str(go_on)!r}):\n    time.sleep(0.01)"
+        )
         notebook.wait_for_output(running, "begun")
         pids = client[:].apply_sync(os.getpid)
+        go_on.touch()
         notebook.finish(running)
         assert lines_of_each(notebook.run(_SUM).stdout) == [["2.0"]] * 2
         assert "[stdout:1]" in notebook.run("%%px\nprint('here')").text
