@@ -89,9 +89,12 @@ docs: $(VENV)/.made-docs
 	@$(BIN)/python -m sphinx -E -q -W --keep-going -b html -c docs . build/docs $(ARGS)
 	@echo "The site is in build/docs: open build/docs/index.html."
 
-test:
-	@SECONDS=0; $(MAKE) --no-print-directory check; checks=$$SECONDS; SECONDS=0; $(MAKE) --no-print-directory tests; \
-	echo "checks: $$checks s, tests: $$SECONDS s"
+# The checks run beside the tests; their output follows the tests'.
+test: $(VENV)/.made-test
+	@checked=$$(mktemp); $(MAKE) --no-print-directory check > $$checked 2>&1 & checks=$$!; failed=; \
+	$(MAKE) --no-print-directory tests || failed="$$failed tests"; \
+	wait $$checks || failed="$$failed check"; \
+	cat $$checked; rm $$checked; [ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }
 
 unit: check
 	$(PYTEST) -m "not processes and not soak" $(ARGS)

@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -45,8 +46,8 @@ tempfile.tempdir = None
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("KERAS_BACKEND", "torch")
-# Otherwise most engines would import this module themselves: the first optimizer needs it, and idle engines load it.
-os.environ.setdefault("DISTNB_PRELOAD", "torch._dynamo")
+# Engines that start without a zygote load torch._dynamo, which takes seconds, only if they step an optimizer.
+os.environ.setdefault("DISTNB_PRELOAD", "")
 # The state machines check their invariants after each transition, in every process that a test starts.
 os.environ.setdefault("DISTNB_VALIDATE", "1")
 
@@ -76,6 +77,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the files that start processes first: they take longest, and workers would wait for a last one."""
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Divide the conformance suite, which has nearly all tests of a soak, by strategy and number of replicas."""
+    if config.option.dist != "loadfile" or "not soak" in config.option.markexpr:
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            way = re.match(r"tests/conformance/.*-(\w+-(?:cell|ordinary|script)-\d)", nodeid)
+            return f"{super()._split_scope(nodeid)} {way[1]}" if way else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
