@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import tempfile
 import types
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader
 
 from tests.conformance.prelude import TEXT
@@ -73,23 +73,17 @@ class PlainStrategy:
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        results, statistics = [], []
-        layers = [each for each in gc.get_objects() if issubclass(type(each), _NormBase) and each.track_running_stats]
-        before = [copy.deepcopy(each.state_dict()) for each in layers]
+        if self.num_replicas_in_sync == 1:
+            return function(*args, **(kwargs or {}))
+        results, statistics = [], Statistics()
         for replica in range(self.num_replicas_in_sync):
             self.replica = replica
-            for layer, state in zip(layers, before, strict=True):
-                layer.running_mean, layer.running_var = state["running_mean"].clone(), state["running_var"].clone()
-                layer.num_batches_tracked = state["num_batches_tracked"].clone()
-            with self._one_slice():
+            with self._one_slice(), statistics.of_one_slice():
                 chosen = [self._component(value) for value in args]
                 results.append(function(*chosen, **{key: self._component(v) for key, v in (kwargs or {}).items()}))
-            statistics.append([(each.running_mean, each.running_var) for each in layers])
-        for layer, of_slices in zip(layers, zip(*statistics, strict=True), strict=True):
-            means, variances = zip(*of_slices, strict=True)
-            layer.running_mean, layer.running_var = torch.stack(means).mean(dim=0), torch.stack(variances).mean(dim=0)
+        statistics.average()
         self.replica = 0
-        return results[0] if len(results) == 1 or results[0] is None else Slices(results)
+        return None if results[0] is None else Slices(results)
 
     def _component(self, value: Any) -> Any:
         return value[self.replica] if isinstance(value, Slices) else value
@@ -140,6 +134,41 @@ class PlainStrategy:
             for each in (batch if isinstance(batch, tuple) else (batch,))
         ]
         return Slices(zip(*parts, strict=True)) if isinstance(batch, tuple) else Slices(parts[0])
+
+
+class Statistics:
+    """Running statistics of the layers that are used: each slice begins with the same, and the ends are averaged."""
+
+    def __init__(self) -> None:
+        self._before: dict[_NormBase, dict[str, Any]] = {}
+        self._after: list[dict[_NormBase, dict[str, Any]]] = []
+
+    @contextlib.contextmanager
+    def of_one_slice(self) -> Iterator[None]:
+        used: set[_NormBase] = set()
+
+        def begin(module: torch.nn.Module, args: Any) -> None:
+            if isinstance(module, _NormBase) and module.track_running_stats and module not in used:
+                used.add(module)
+                before = self._before.setdefault(module, copy.deepcopy(module.state_dict()))
+                module.load_state_dict({**module.state_dict(), **_running(before)})
+
+        hook = register_module_forward_pre_hook(begin)
+        try:
+            yield
+        finally:
+            hook.remove()
+        self._after.append({module: copy.deepcopy(module.state_dict()) for module in used})
+
+    def average(self) -> None:
+        for module, before in self._before.items():
+            ends = [_running(after.get(module, before)) for after in self._after]
+            for name in ("running_mean", "running_var"):
+                setattr(module, name, torch.stack([end[name] for end in ends]).mean(dim=0))
+
+
+def _running(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: state[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
 
 
 class PlainVariable:
