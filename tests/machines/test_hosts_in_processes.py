@@ -17,7 +17,6 @@ from tests.support.machines import Machines, machines
 from tests.support.remote_engines import (
     check_cut_off,
     check_killed,
-    check_recovery,
     check_resize,
     check_roles,
     check_secrets,
@@ -107,11 +106,6 @@ def test_engines_of_a_reconnected_machine_are_restarted(network: Machines, noteb
     notebook.run("%distnb restart --missing", timeout_s=120)
     notebook.run("%%distribute mirrored\nback = os.uname().nodename")
     assert notebook.value("strategy.local_results(back)") == ("red", "red", "blue", "blue")
-
-
-@pytest.mark.soak  # test_recovery.py tests it on one machine
-def test_training_continues_with_the_remaining_engines_and_with_a_replacement(notebook: Notebook) -> None:
-    check_recovery(notebook, 4)
 
 
 def test_a_killed_engine_ends_the_program(notebook: Notebook) -> None:

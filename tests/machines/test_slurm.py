@@ -16,14 +16,10 @@ from tests.support import processes
 from tests.support.kernel import Notebook
 from tests.support.machines import Machines, machines
 from tests.support.remote_engines import (
-    check_cut_off,
-    check_detached,
-    check_killed,
     check_resize,
     check_roles,
     check_secrets,
     check_stop,
-    check_training,
     left,
 )
 from tests.support.slurm import allocation, steps
@@ -74,11 +70,9 @@ def test_no_secret_is_in_arguments_or_environment_variables(notebook: Notebook) 
     check_secrets(notebook, 4 * 4)  # wrapper, srun, node agent and engine of each of four
 
 
-def test_training_equals_one_replica(notebook: Notebook) -> None:
-    """Check also that a strategy made with the allocation's resolver uses these machines."""
+def test_a_strategy_made_with_the_allocations_resolver_uses_its_machines(notebook: Notebook) -> None:
     notebook.run("slurm = distnb.MultiWorkerMirroredStrategy(distnb.cluster_resolver.SlurmClusterResolver())")
-    check_training(notebook, "slurm", "multi_worker")
-    notebook.run("""%%distribute multi_worker
+    notebook.run("""%%distribute slurm
 def make(context):
     global pipelines
     pipelines = context.num_input_pipelines, context.input_pipeline_id
@@ -95,26 +89,6 @@ def test_an_allocation_is_not_filled_beyond_its_tasks(notebook: Notebook) -> Non
     failed = notebook.try_run("%distnb resize 5", timeout_s=60)
     assert "The Slurm allocation is full" in failed.error_text
     assert "The cluster has 4 engines, as before." in failed.error_text
-
-
-@pytest.mark.soak  # test_hosts.py tests it, too
-def test_a_node_that_is_cut_off_ends_the_program(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
-    check_cut_off(notebook, network, "red", "blue", tmp_path)
-    assert notebook.value("sum('red cannot be reached' in row.state for row in cluster.status())") == 2
-
-
-@pytest.mark.soak  # test_hosts.py tests it, too
-def test_engines_of_a_reconnected_node_are_restarted(network: Machines, notebook: Notebook) -> None:
-    network.join("red")
-    notebook.run("%distnb restart --missing", timeout_s=150)
-    processes.OF_MODULE.update(steps())
-    notebook.run("%%distribute mirrored\nback = os.uname().nodename")
-    assert notebook.value("strategy.local_results(back)") == ("blue", "blue", "red", "red")
-
-
-@pytest.mark.soak  # test_hosts.py tests it, too
-def test_a_killed_engine_ends_the_program(notebook: Notebook) -> None:
-    check_killed(notebook, "red")
 
 
 def test_an_engine_ended_by_scancel_is_reported(
@@ -155,15 +129,6 @@ def test_roles_are_assigned_to_nodes(notebook: Notebook) -> None:
     )
     placed = {"worker 0": "blue", "worker 1": "blue", "worker 2": "red", "ps 0": "red"}
     check_roles(notebook, start, placed, ["blue", "blue", "red"])
-
-
-@pytest.mark.soak  # test_detached.py tests it on machines that ssh reaches
-def test_engines_stay_when_their_notebook_is_killed(environment: dict[str, str]) -> None:
-    """Connect from a notebook outside the allocation."""
-    env = {**environment, "OMP_NUM_THREADS": "1"}
-    start = "%distnb start --launcher slurm --per-host 1"
-    # srun (two processes), node agent with its guardian, engine; the daemon and its guardian.
-    check_detached(start, 2, env, lambda: processes.wait_until(lambda: len(left()) == 2 * 5 + 2, 20, str(left())))
 
 
 def test_a_failing_srun_is_an_error(notebook: Notebook) -> None:

@@ -121,7 +121,9 @@ _ATTEMPTS = {
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", _ATTEMPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name == "fit_text" else []) for name in _ATTEMPTS]
+)
 def test_a_check_says_what_is_wrong_and_accepts_a_corrected_answer(name: str) -> None:
     import nbformat
     from nbclient import NotebookClient

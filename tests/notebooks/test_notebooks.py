@@ -23,15 +23,19 @@ SHORTER = {"quickstart": ("EPOCHS = 15 ", "EPOCHS = 1 ")}
 """The changes for the tests in a notebook that is long enough to be watched."""
 WITHOUT_CURVES = {"hang", "sharded"}
 ON_RAY = ROOT / "notebooks" / "scale.ipynb"
+OF_LIBRARIES = {"keras", "lightning", "transformers", "fit_text"}
+"""Notebooks that load a large library: `make test` runs them if they are new. tests/keras and tests/compat are shorter."""
 _STARTS_OF_RAY = 3
 
 
 @pytest.mark.timeout(900)
-def test_every_notebook_runs_and_shows_its_saved_output(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_libraries", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_every_notebook_runs_and_shows_its_saved_output(of_libraries: bool, tmp_path: Path) -> None:
     """Run all in one process of nbval, whose start takes as long as a short notebook."""
+    new = set() if of_libraries else _new()
     notebooks = []
     for notebook in NOTEBOOKS:
-        if notebook == ON_RAY:
+        if notebook == ON_RAY or (notebook.stem in OF_LIBRARIES and notebook not in new) is not of_libraries:
             continue
         if notebook.stem in SHORTER:
             text, (long, short) = notebook.read_text(encoding="utf-8"), SHORTER[notebook.stem]
@@ -58,29 +62,20 @@ def test_the_notebook_on_ray_runs_and_shows_its_saved_output() -> None:
     assert status == 0, output
 
 
+def _new() -> set[Path]:
+    """Return the notebooks that the latest commit or the working tree has changed."""
+    command = ["git", "-C", str(ROOT), "diff", "--name-only", "HEAD~1", "--", "notebooks"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {ROOT / name for name in found.stdout.splitlines()}
+
+
 def _run(notebooks: Sequence[Path], env: dict[str, str]) -> tuple[int, str]:
     """Run notebooks with nbval, and return its exit status and output."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "nbval.plugin",
-        "-p",
-        "tests.notebooks.warm_kernels",
-    ]
-    command += [
-        "--nbval",
-        "--nbval-current-env",
-        "--nbval-cell-timeout",
-        "120",
-        "--nbval-sanitize-with",
-        ROOT / "tests" / "notebooks" / "sanitize.cfg",
-    ]
+    plugins = ["-p", "no:cacheprovider", "-p", "nbval.plugin", "-p", "tests.notebooks.warm_kernels"]
+    sanitize = ROOT / "tests" / "notebooks" / "sanitize.cfg"
+    options = ["--nbval", "--nbval-current-env", "--nbval-cell-timeout", "120", "--nbval-sanitize-with", sanitize]
     run = subprocess.Popen(
-        [*command, *notebooks],
+        [sys.executable, "-m", "pytest", *plugins, *options, *notebooks],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **env},
         stdout=subprocess.PIPE,

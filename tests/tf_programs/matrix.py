@@ -5,8 +5,8 @@ equal under every strategy: JSON, compared with the default strategy's. What its
 of replicas it asserts itself. It runs under ALL unless it says `UNDER = (...)`, and in a folder of its own, which its
 replicas share. Adding a program is adding that file.
 
-The programs in EVERYWHERE use each part of a strategy, and run in all their ways. Another runs in the reference's, with
-two mirrored replicas, and in one more way, which differs from program to program. `make soak` runs the rest.
+A program runs in the reference's way, with two mirrored replicas, and in one more way, which differs from program to
+program. `make soak` runs the rest. The conformance suite has programs for each part of a strategy under each of them.
 """
 
 from __future__ import annotations
@@ -57,17 +57,6 @@ WAYS = {
 # tpu_2 is the fake device of `tests/fake_tpu`, which is written in Python: programs of many steps leave it out.
 ALL = ("default", "one_device", "mirrored_2", "mirrored_3", "central_2", "multi_worker_2", "tpu_2")
 
-EVERYWHERE = (
-    "average_loss",
-    "fault_tolerance",
-    "inputs",
-    "model_fit",
-    "strategies",
-    "values",
-    "variables",
-    "whole_scope",
-)
-
 # Starting Python and loading torch costs more than a program: those of one strategy share their processes.
 _DRIVER = """
 import json, os, runpy, traceback
@@ -92,8 +81,8 @@ result = json.loads(json.dumps(ended))
 def cases() -> list[Any]:
     """Return every (program, way), grouped by way, with the mark `soak` where others test the same."""
     under = {path.stem: ways_of(path) for path in sorted(PROGRAMS.glob("*.py"))}
-    by_default = {program: set(under[program]) for program in EVERYWHERE}
-    for number, program in enumerate(sorted(under.keys() - by_default.keys())):
+    by_default = {}
+    for number, program in enumerate(under):
         others = [way for way in under[program] if way not in (REFERENCE, "mirrored_2")]
         by_default[program] = {REFERENCE, "mirrored_2", others[number % len(others)]}
     return [

@@ -29,24 +29,18 @@ ON_ENGINES = {
 
 
 WORDS = ("default", "one_device", "mirrored", "central_storage", "multi_worker")
-# Cells differ from scripts, where each program has each strategy, by what travels, and that hardly by the strategy.
+# Cells differ from scripts by what travels, and that hardly by the strategy.
 WHOLE = ("keras_whole_scope", "whole_scope")
-EVERYWHERE = ("inputs", "model_fit", "values", "variables")
 
 
 def cases() -> list[Any]:
     """Return programs under words. The way names the fixture's run for the comparison."""
     programs = [path.stem for path in sorted(PROGRAMS.glob("*.py"))]
     return [
-        pytest.param(program, REFERENCE, word, marks=[] if runs_by_default(program, word) else pytest.mark.soak)
+        pytest.param(program, REFERENCE, word, marks=[] if word == "mirrored" else pytest.mark.soak)
         for program in programs
         for word in WORDS
     ]
-
-
-def runs_by_default(program: str, word: str) -> bool:
-    # On one machine the last word's replicas do what those of "mirrored" do.
-    return word == "mirrored" or (program in EVERYWHERE and word != "multi_worker")
 
 
 @pytest.mark.parametrize(("program", "way", "word"), cases())
@@ -59,7 +53,9 @@ def test_a_program_runs_in_a_distributed_cell(
 
 
 # The others enter a scope in a function, or ask who they are: there the notebook is no replica.
-@pytest.mark.parametrize("word", ["mirrored", "central_storage", pytest.param("multi_worker", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "word", ["mirrored", *(pytest.param(each, marks=pytest.mark.soak) for each in ("central_storage", "multi_worker"))]
+)
 @pytest.mark.parametrize(
     ("program", "way"), [(each, REFERENCE) for each in ("average_loss", "digits", *WHOLE, "values")]
 )

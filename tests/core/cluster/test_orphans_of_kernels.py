@@ -41,11 +41,10 @@ def restart_now(notebook: Notebook) -> None:
 @pytest.mark.parametrize(
     ("end", "busy"),
     [
-        (close, False),
         (kill, True),
         (restart, True),
         # Jupyter's `now` is a kill.
-        *(pytest.param(end, False, marks=pytest.mark.soak) for end in (kill, restart, restart_now)),
+        *(pytest.param(end, False, marks=pytest.mark.soak) for end in (close, kill, restart, restart_now)),
         *(pytest.param(end, True, marks=pytest.mark.soak) for end in (close, restart_now)),
     ],
 )
