@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -344,6 +345,16 @@ def test_status_shows_the_closure_of_each_worker(coordinator: ClusterCoordinator
 # -- interrupts --------------------------------------------------------------------------------------------------------
 
 
+def while_waiting(coordinator: ClusterCoordinator, act: Callable[[], Any]) -> None:
+    """Do something in another thread when this one waits for a closure."""
+
+    def thread() -> None:
+        wait_until(lambda: bool(coordinator._waiters), _WITHIN_S)
+        act()
+
+    threading.Thread(target=thread).start()
+
+
 @pytest.mark.parametrize("wait", ["join", "fetch", "schedule"])
 def test_an_interrupt_cancels_scheduled_closures(coordinator: ClusterCoordinator, wait: str) -> None:
     values = [coordinator.schedule(time.sleep, args=(60,)) for _ in range(10)]
@@ -354,7 +365,7 @@ def test_an_interrupt_cancels_scheduled_closures(coordinator: ClusterCoordinator
         "fetch": values[0].fetch,
         "schedule": lambda: coordinator.schedule(whoami),
     }
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    while_waiting(coordinator, lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
         with pytest.raises(KeyboardInterrupt):
             asked[wait]()
@@ -379,22 +390,23 @@ def test_an_interrupt_of_the_session_has_ended_when_it_returns(coordinator: Clus
 def test_an_interrupt_of_the_session_ends_a_join(coordinator: ClusterCoordinator) -> None:
     value = coordinator.schedule(time.sleep, args=(60,))
     wait_until(lambda: value.state == "running", _WITHIN_S)
-    threading.Timer(0.3, lambda: require().interrupt()).start()
+    while_waiting(coordinator, require().interrupt)
     with pytest.raises(KeyboardInterrupt):
         coordinator.join()
     assert value.state == "cancelled"
 
 
-def test_a_worker_stuck_in_c_code_is_given_up_and_rejoins(coordinator: ClusterCoordinator) -> None:
-    def deaf(seconds: float) -> None:
+def test_a_worker_stuck_in_c_code_is_given_up_and_rejoins(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
+    def deaf(seconds: float, deafened: str) -> None:
         import ctypes
 
+        open(deafened, "w").close()
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # holds Python's lock, so that no signal is handled
 
-    value = coordinator.schedule(deaf, args=(4.0,))
-    wait_until(lambda: value.state == "running", _WITHIN_S)
-    time.sleep(0.2)
-    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    deafened = tmp_path / "deafened"
+    coordinator.schedule(deaf, args=(4.0, str(deafened)))
+    wait_until(deafened.exists, _WITHIN_S)
+    while_waiting(coordinator, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         coordinator.join()
     assert [each.state for each in coordinator.status().workers].count("stuck") == 1

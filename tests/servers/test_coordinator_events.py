@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +26,14 @@ from distnb.servers.variables import roles
 from distnb.servers.variables.here import servers_here
 from distnb.wire.messages import ErrorReport, Reply
 from tests.servers.test_server_variables import InHouse
+from tests.support.processes import wait_until
 
 
 class Link(SimpleNamespace):
     """Remembers what it is to send."""
 
     def __init__(self) -> None:
-        super().__init__(servers=InHouse(1), num_servers=1, replicas_per_worker=1, workers=(0, 1), closed=False)
+        super().__init__(servers=InHouse(1), replicas_per_worker=1, workers=(0, 1), closed=False)
         self.sent: list[tuple[int, RunClosure]] = []
         self.asked_back: list[int] = []
         self.interrupted: list[int] = []
@@ -87,8 +87,12 @@ def test_a_returned_closure_runs_whichever_event_arrives_first(link: Link, first
     link.deliver(WorkerUp(0))
     values = [coordinator.schedule(lambda: 1) for _ in range(2)]
     link.deliver(WorkerUp(1))  # it is idle, and worker 0 has two closures
-    time.sleep(0.03)
-    link.deliver(None)
+
+    def reclaims() -> bool:
+        link.deliver(None)  # a deadline may have passed
+        return bool(link.asked_back)
+
+    wait_until(reclaims, 40)
     [program] = link.asked_back
     events = [ClosureEnded(0, Reply(program=program, status="aborted")), ClosureReclaimed(0, program)]
     for event in events if first == "reply" else reversed(events):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 
@@ -17,6 +16,7 @@ from distnb.errors import ClosureCancelled, NoClusterError, OptionError, ServerL
 from distnb.notebook import engine_owners
 from distnb.notebook.compose import current, require
 from distnb.servers.server_messages import Create, Describe
+from tests.servers.test_coordinator import while_waiting
 from tests.support import processes
 from tests.support.processes import wait_until
 
@@ -174,7 +174,7 @@ def test_a_worker_that_is_added_later_is_one_more_pipeline(coordinator: ClusterC
 
 def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> None:
     value: RemoteValue = coordinator.schedule(time.sleep, args=(60,))
-    threading.Timer(0.3, distnb.stop).start()
+    while_waiting(coordinator, distnb.stop)
     with pytest.raises(NoClusterError, match="was stopped"):
         coordinator.join()
     with pytest.raises(ClosureCancelled, match="the cluster was stopped"):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -182,6 +182,17 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str = "") 
         if late:
             raise AssertionError(f"not within {timeout_s} s: {what or condition}")
         time.sleep(0.01)
+
+
+def wait_for_computing(pids: Iterable[int], timeout_s: float) -> None:
+    """Wait until each process has used some processor time from now on: a thread of it computes."""
+
+    def used(pid: int) -> float:
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+
+    before = {pid: used(pid) for pid in pids}
+    wait_until(lambda: all(used(pid) > before[pid] + 0.3 for pid in before), timeout_s, "a process computes nothing")
 
 
 def has_ended(pid: int) -> bool:

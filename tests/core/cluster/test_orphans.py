@@ -10,7 +10,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -43,7 +42,7 @@ def started_notebook(
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "DISTNB_TEST_BEHAVIOUR": behaviour, "DISTNB_PRELOAD": ""},
+        env={**os.environ, "DISTNB_TEST_BEHAVIOUR": behaviour},
         preexec_fn=None if pidfds else forbid_pidfds,
     )
     assert notebook.stdout is not None
@@ -71,7 +70,8 @@ def test_sigkill_of_the_notebook_ends_its_engines(behaviour: str, pidfds: bool) 
         if behaviour == "workers":
             assert len(psutil.Process(engines[0]).children()) >= 2
         if behaviour == "gil":
-            time.sleep(1.0)  # the engines' own threads do not run any more, so the guardian must end them
+            # The engines' own threads do not run any more, so the guardian must end them.
+            processes.wait_for_computing(engines, 60)
         assert len(processes.children_of_this_run()) >= 4  # notebook, engines, controller
     finally:
         notebook.kill()
@@ -132,7 +132,9 @@ def test_sigkill_of_distnb_run_ends_its_replicas(tmp_path: Path) -> None:
         assert launcher.stdout is not None
         with launcher.stdout:
             assert sorted(launcher.stdout.readline().rstrip() for _ in range(2)) == ["[0] holding", "[1] holding"]
-        time.sleep(0.5)
+        processes.wait_for_computing(
+            [each.pid for each in psutil.Process(launcher.pid).children() if each.children()], 60
+        )
     finally:
         launcher.kill()
         launcher.wait()
