@@ -108,7 +108,7 @@ def workers() -> int:
 def servers(monkeypatch: pytest.MonkeyPatch, workers: int) -> Iterator[InHouse]:
     house = InHouse(2)
     monkeypatch.setattr(parameter_servers, "ClusterCoordinator", Coordinator)
-    link = SimpleNamespace(servers=house, num_servers=2, replicas_per_worker=1, workers=tuple(range(workers)))
+    link = SimpleNamespace(servers=house, replicas_per_worker=1, workers=tuple(range(workers)))
     monkeypatch.setattr(servers_here, "link", lambda: link)
     monkeypatch.setattr(servers_here, "require", lambda resolver: None)
     monkeypatch.setattr(servers_here, "access", None)

@@ -405,7 +405,6 @@ class _Link(SimpleNamespace):
     def __init__(self, world: SimulatedCluster, workers: int) -> None:
         super().__init__(
             servers=Connections(world, None),
-            num_servers=len(world.stores),
             replicas_per_worker=1,
             workers=tuple(range(workers)),
             closed=False,

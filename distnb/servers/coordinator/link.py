@@ -112,14 +112,12 @@ class ClusterLink(Protocol):
     Attributes:
         workers: The indices of its worker tasks, including lost ones.
         replicas_per_worker: The number of replicas of each.
-        num_servers: The number of its parameter servers.
         servers: This process's connections with them.
         closed: Whether the cluster was stopped.
     """
 
     workers: tuple[int, ...]
     replicas_per_worker: int
-    num_servers: int
     closed: bool
 
     @property
@@ -153,15 +151,10 @@ class ClusterLink(Protocol):
     def catch_up(self) -> None:
         """Show the workers' output so far."""
 
-    def subscribe(
-        self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]
-    ) -> Callable[[], None]:
+    def subscribe(self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]) -> None:
         """Report events from now on, one after another, starting with the workers that exist already.
 
         Args:
             listener: A function called with each event, on a thread of the link. It is called with None at the time
                 that `deadline()` returns (of `time.monotonic`), which is called after each event.
-
-        Returns:
-            The function that ends the subscription.
         """

@@ -64,7 +64,6 @@ class ClosureChannel(SessionPart):
     Attributes:
         workers: The indices of the worker tasks.
         replicas_per_worker: The number of engines of each worker.
-        num_servers: The number of parameter servers.
         closed: Whether the cluster was stopped.
     """
 
@@ -76,7 +75,6 @@ class ClosureChannel(SessionPart):
         self._engines_of: dict[int, tuple[int, ...]] = {}  # by worker, in replica order
         self.workers = self._note_workers()
         self.replicas_per_worker = len(self._engines_of[self.workers[0]])
-        self.num_servers = sum(task.job == PS for task in self._tasks.values())
         self.closed = False
         self._supervisor = engines.supervisor
         self._peers, self._url = engines.open_peers()
@@ -242,20 +240,16 @@ class ClosureChannel(SessionPart):
         elif not self.closed:
             self._supervisor.await_flush(self._up, 1.0)
 
-    def subscribe(
-        self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]
-    ) -> Callable[[], None]:
-        """Report the workers that are up to a listener, and then all events. Return the function that ends this."""
-        entry = listener, deadline
+    def subscribe(self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]) -> None:
+        """Report the workers that are up to a listener, and then all events."""
 
         def begin() -> None:
             for worker in self.workers:
                 if self._is_up(worker):
                     listener(WorkerUp(worker))
-            self._listeners.append(entry)
+            self._listeners.append((listener, deadline))
 
         self._run(begin)
-        return lambda: self._run(partial(self._listeners.remove, entry))
 
     # -- SessionPart -------------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class Coordinating(InProcess):
         self.access = access
         self._link = link
         self.registration = ServerRegistration(
-            strategy, access, Placement(link.num_servers, strategy.spec.option("variable_partitioner"))
+            strategy, access, Placement(link.servers.count, strategy.spec.option("variable_partitioner"))
         )
 
     def num_replicas(self) -> int:
