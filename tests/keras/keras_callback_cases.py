@@ -115,25 +115,6 @@ def errors(strategy: Any, folder: Path) -> Any:
     return caught, summary(model, fit(model, [], epochs=1, shuffle=False))
 
 
-def early_stopping(strategy: Any, folder: Path) -> Any:
-    results = []
-    for patience in (0, 1):
-        model = made(strategy, rate=0.8)
-        stop = keras.callbacks.EarlyStopping("val_loss", patience=patience, restore_best_weights=True)
-        results.append((summary(model, fit(model, [stop], epochs=12)), model.stop_training))
-    assert len(results[0][0]["history"]["loss"]) < 12
-    return results
-
-
-def rates(strategy: Any, folder: Path) -> Any:
-    model = made(strategy, rate=0.5)
-    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=0, min_delta=0.05)
-    history = fit(model, [plateau], epochs=5)
-    other = made(strategy)
-    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * (0.5 if epoch else 1.0))
-    return summary(model, history), float(model.optimizer.learning_rate), summary(other, fit(other, [schedule]))
-
-
 class Lowers(keras.callbacks.Callback):
     """A callback that changes the learning rate after each batch, and ends training in the middle of an epoch."""
 
@@ -252,31 +233,6 @@ def checkpoint(strategy: Any, folder: Path) -> Any:
     return summary(other, again), Path(path).name
 
 
-class Statistics(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.normal = keras.layers.BatchNormalization(momentum=0.0)
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        return self.dense(self.normal(x, training=training))
-
-
-def moving_statistics(strategy: Any, folder: Path) -> Any:
-    """Check that moving statistics are the mean over the replicas' rows, as in tf.distribute."""
-    with strategy.scope():
-        model = Statistics()
-        model.compile("sgd", "mse")
-    x = np.array([[0.0], [2.0], [10.0], [20.0]], dtype="float32")
-    model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
-    found = model.normal.moving_mean.numpy().item(), model.normal.moving_variance.numpy().item()
-    # One replica: the mean of all rows. Two: of (0, 2) and (10, 20). Three: of (0, 2), (10) and (20). Four: of each.
-    assert np.allclose(found, {1: (8, 62), 2: (8, 13), 3: (31 / 3, 1 / 3), 4: (8, 0)}[strategy.num_replicas_in_sync]), (
-        found
-    )
-    return "as expected"
-
-
 class Sees(keras.layers.Layer):
     """A layer that keeps its latest input."""
 
@@ -299,7 +255,7 @@ def dropout(strategy: Any, folder: Path) -> Any:
 
 CASES = [
     dropout,
-    checkpoint, moving_statistics, model_checkpoint, backup_and_restore, errors, early_stopping, rates, after_batches, not_a_number, logs, own_callbacks,
+    checkpoint, model_checkpoint, backup_and_restore, errors, after_batches, not_a_number, logs, own_callbacks,
     tensorboard, saved_and_loaded,
 ]  # fmt: skip
 

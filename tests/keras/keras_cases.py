@@ -30,17 +30,6 @@ def mlp(*more: Any, **first: Any) -> Any:
     return keras.Sequential([layers.Dense(8, activation="tanh", **first), *more, layers.Dense(2)])
 
 
-def built_when_it_fits(strategy: Any) -> Any:
-    """Train with regularisation of weights and activity, example weights, an uneven last batch, and validation."""
-    with strategy.scope():
-        model = mlp(kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(0.05))
-        model.compile("adam", LOGITS, metrics=["accuracy"], weighted_metrics=["accuracy"])
-    data = {"sample_weight": WEIGHTS, "validation_split": 0.2, "validation_freq": 2, "shuffle": True}
-    history = model.fit(X, Y, batch_size=16, epochs=4, initial_epoch=1, verbose=0, **data)
-    evaluated = model.evaluate(X, Y, batch_size=7, verbose=0, sample_weight=WEIGHTS, return_dict=True)
-    return summary(model, history), evaluated, model.predict(X[:11], batch_size=4, verbose=0).tolist()
-
-
 def compiled_outside(strategy: Any) -> Any:
     with strategy.scope():
         inputs = keras.Input((6,))
@@ -63,55 +52,23 @@ def reductions(strategy: Any) -> Any:
     return results
 
 
-class OwnStep(keras.Model):
-    """A model that calls its layers one by one, adds its own loss, and has its own metric."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = layers.Dense(3, activation="tanh"), layers.Dense(6)
-        self.far = keras.metrics.Mean("far")
-
-    def call(self, x: Any) -> Any:
-        code = self.encoder(x)
-        self.add_loss(0.1 * keras.ops.mean(code**2))
-        return self.decoder(code)
-
-    def train_step(self, data: Any) -> Any:
-        x = data[0] if isinstance(data, tuple) else data
-        self.zero_grad()
-        errors = keras.ops.mean((self.decoder(self.encoder(x)) - x) ** 2, axis=1)
-        loss = keras.ops.mean(errors)
-        loss.backward()
-        weights = self.trainable_weights
-        with torch.no_grad():
-            self.optimizer.apply([each.value.grad for each in weights], weights)
-        self.far.update_state(errors)
-        return {"loss": loss, "far": self.far.result()}
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.far]
-
-
-def own_step(strategy: Any) -> Any:
-    with strategy.scope():
-        model = OwnStep()
-        model.compile(keras.optimizers.Adam(0.01))
-    model.build((None, 6))
-    return summary(model, model.fit(X, batch_size=16, epochs=2, shuffle=False, verbose=0))
-
-
 def averaged_gradients(strategy: Any) -> Any:
     """Train with a strategy that averages gradients. Keras's losses are those of the whole batch in any case."""
     several = strategy.num_replicas_in_sync > 1
     return reductions(distnb.MirroredStrategy(gradient_reduction="mean") if several else strategy)
 
 
-class AddsLoss(OwnStep):
-    """A model with the same layers in Keras's own step."""
+class AddsLoss(keras.Model):
+    """A model that adds a loss of its own to the one of Keras's step."""
 
-    train_step = keras.Model.train_step
-    metrics = keras.Model.metrics
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = layers.Dense(3, activation="tanh"), layers.Dense(6)
+
+    def call(self, x: Any) -> Any:
+        code = self.encoder(x)
+        self.add_loss(0.1 * keras.ops.mean(code**2))
+        return self.decoder(code)
 
 
 def added_loss(strategy: Any) -> Any:
@@ -140,20 +97,6 @@ def rng_words() -> Any:
     return words
 
 
-def several_inputs_and_outputs(strategy: Any) -> Any:
-    with strategy.scope():
-        a, b = keras.Input((6,), name="a"), keras.Input((3,), name="b")
-        joined = layers.Concatenate()([layers.Dense(4)(a), layers.Dense(4)(b)])
-        outputs = {"kind": layers.Dense(2, name="kind")(joined), "size": layers.Dense(1, name="size")(joined)}
-        model = keras.Model({"a": a, "b": b}, outputs)
-        loss = {"kind": LOGITS, "size": "mse"}
-        model.compile("adam", loss, loss_weights={"kind": 1.0, "size": 0.5}, metrics={"size": ["mae"]})
-    x, y = {"a": X, "b": X[:, :3]}, {"kind": Y, "size": X.sum(axis=1, keepdims=True)}
-    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
-    predicted = model.predict(x, batch_size=9, verbose=0)
-    return summary(model, history), {name: each.tolist() for name, each in predicted.items()}
-
-
 def several_steps_at_once(strategy: Any) -> Any:
     """Run several steps per execution, which Keras supports on torch since 3.16 and refuses before."""
     with strategy.scope():
@@ -164,15 +107,6 @@ def several_steps_at_once(strategy: Any) -> Any:
             model.fit(X, Y, batch_size=10, verbose=0)
         return "refused"
     return {"steps": int(model.fit(X, Y, batch_size=10, verbose=0).params["steps"])} | summary(model)
-
-
-def torch_module(strategy: Any) -> Any:
-    with strategy.scope():
-        inner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh())
-        model = keras.Sequential([keras.layers.TorchModuleWrapper(inner), layers.Dense(2)])
-        model.compile("sgd", LOGITS)
-    history = model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
-    return summary(model, history)["history"], [each.tolist() for each in inner.parameters()]
 
 
 class Pieces(keras.utils.PyDataset):
@@ -192,8 +126,6 @@ def kinds_of_data(strategy: Any) -> Any:
     torch.manual_seed(1)
     pairs = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
     kinds: dict[str, Any] = {
-        "tensors": ((torch.from_numpy(X), torch.from_numpy(Y)), {"batch_size": 16}),
-        "loader": ((torch.utils.data.DataLoader(pairs, batch_size=16, shuffle=True),), {}),
         "loader with workers": ((torch.utils.data.DataLoader(pairs, batch_size=16, shuffle=True, num_workers=1),), {}),
         "pieces": ((Pieces(),), {"shuffle": True}),
         "generator": ((generated(),), {"steps_per_epoch": 4}),
@@ -214,16 +146,6 @@ def mixed_precision(strategy: Any) -> Any:
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=128.0)
         model.compile(optimizer, LOGITS)
     return model.fit(X, Y, batch_size=16, epochs=2, verbose=0).history
-
-
-def batch_by_batch(strategy: Any) -> Any:
-    with strategy.scope():
-        model = mlp()
-        model.compile("adam", LOGITS, metrics=["accuracy"])
-    results = [model.train_on_batch(X[:9], Y[:9], return_dict=True) for _ in range(2)]
-    results += [model.test_on_batch(X[:4], Y[:4]), model.predict_on_batch(X[:5]).tolist()]
-    results += [model.train_on_batch(X[:1], Y[:1])]  # fewer rows than replicas
-    return results, summary(model)
 
 
 def predicted_before_it_is_built(strategy: Any) -> Any:
@@ -363,9 +285,8 @@ def different_data(strategy: Any) -> Any:
 
 CASES = [
     refused, distributed_data, different_data,
-    built_when_it_fits, compiled_outside, reductions, own_step, averaged_gradients, added_loss, several_steps_at_once, masks, several_inputs_and_outputs,
-    torch_module, kinds_of_data, mixed_precision, batch_by_batch, predicted_before_it_is_built, scope_in_a_function,
-    fitted_in_the_scope,
+    compiled_outside, reductions, averaged_gradients, added_loss, several_steps_at_once, masks, kinds_of_data,
+    mixed_precision, predicted_before_it_is_built, scope_in_a_function, fitted_in_the_scope,
 ]  # fmt: skip
 
 

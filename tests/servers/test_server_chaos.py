@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,8 @@ from distnb.coordinator import ClusterCoordinator
 from distnb.errors import ServerLost
 from distnb.notebook.compose import require
 from distnb.runtime.scopes import metric_binding
-from distnb.servers.coordinator.coordinator import running_coordinators
 from tests.support import processes
 from tests.support.processes import wait_until
-from tests.support.server_walks import Walk
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
 _WITHIN_S = 60.0
@@ -72,76 +69,6 @@ class Training:
         assert int(self.counter) == done
         assert access.requests.read(access.represented.stored_of(self.ones)).tolist() == [done] * 3
         assert (self.optimizer.iterations, self.unit.iterations) == (done, done)
-
-
-class RealCluster:
-    """A walk's actions on the processes of a cluster."""
-
-    def advance(self, draws: random.Random) -> None:
-        time.sleep(draws.uniform(0, 0.03))
-
-    def kill(self, draws: random.Random) -> None:
-        kill(draws.randrange(3))
-        require().restart(missing=True)
-
-    def lose(self, draws: random.Random) -> None:
-        """Do nothing: a worker of this machine is not lost while it lives."""
-
-    def stop(self, draws: random.Random) -> None:
-        pid = require().status()[draws.randrange(3)].pid
-        os.kill(pid, signal.SIGSTOP)
-        # Longer or shorter than the second after which a worker that does not end its closure is given up on.
-        threading.Timer(draws.choice([0.05, 1.5]), go_on, [pid]).start()
-
-    def go_on(self) -> None:
-        for row in require().status()[:3]:
-            go_on(row.pid)
-
-    def press(self, draws: random.Random, work: Callable[[], None]) -> None:
-        """Do nothing: no one presses Ctrl-C."""
-
-    def give_up(self) -> None:
-        """Wait a second, which is enough."""
-
-    def kill_a_server(self, draws: random.Random) -> int:
-        server = draws.randrange(2)
-        kill(3 + server)
-        wait_until(lambda: all(server in each.status().lost_servers for each in running_coordinators()), _WITHIN_S)
-        return server
-
-    def replace_server(self, server: int) -> None:
-        require().restart(missing=True)
-
-    def drain(self) -> None:
-        self.go_on()
-        under_way = running_coordinators()[0]._link._under_way  # type: ignore[attr-defined]
-        wait_until(lambda: not under_way, _WITHIN_S)
-
-
-def go_on(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
-
-
-class RealWalk(Walk):
-    """A walk with occasional deaths of processes, since starting one takes seconds."""
-
-    rarely = 0.1
-
-    def moves(self) -> list[tuple[float, Callable[[], None]]]:
-        dear = (self.kill, self.lose_server)
-        moves = [(weight * self.rarely if move in dear else weight, move) for weight, move in super().moves()]
-        return [each for each in moves if each[1] != self.press]
-
-
-def walk(seed: int, length: int) -> None:
-    torch.manual_seed(seed)
-    found = RealWalk(seed, RealCluster())
-    try:
-        found.run(length)
-    except BaseException as error:
-        error.add_note(f"seed {seed}: " + ", ".join(found.story[-40:]))
-        raise
 
 
 @pytest.fixture(scope="module")
@@ -204,17 +131,6 @@ def run_chaos(training: Training, seconds: float, every_s: float, at_once: int, 
     assert found == numbers
     assert training.coordinator.status().done - before == len(numbers)
     return len(numbers), kills
-
-
-def test_counts_are_exact_despite_reads_changes_stops_and_cancellations(training: Training) -> None:
-    walk(1, 25)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-def test_counts_are_exact_in_many_random_walks(training: Training) -> None:
-    for seed in range(2, 200):
-        walk(seed, 60)
 
 
 @pytest.mark.soak

@@ -267,52 +267,6 @@ def test_a_value_is_written_if_nothing_has_changed_since_it_was_computed(store: 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
-OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
-    (torch.optim.Adagrad, {"lr": 0.1}),
-    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
-]
-
-
-@pytest.mark.parametrize(("make", "options"), OPTIMIZERS)
-def test_steps_equal_plain_torchs_exactly_also_from_a_saved_state(
-    store: ShardStore, make: Any, options: dict[str, Any]
-) -> None:
-    weight, bias = torch.randn(5, 3), torch.randn(3)
-    plain = [torch.nn.Parameter(weight.clone()), torch.nn.Parameter(bias.clone())]
-    groups = [{"params": [plain[0]]}, {"params": [plain[1]], "weight_decay": 0.1}]
-    reference = make(groups, **options)
-    ask(store, Create(shard=W, name="w", value=weight), Create(shard=B, name="b", value=bias))
-    ask(store, MakeOptimizer(optimizer=0, factory=packed(make, **options), groups=((W,), (B,))))
-    for number in range(6):
-        if number == 3:  # another server replaces it
-            saved = ask(store, GetOptimizer(0))
-            assert saved["steps"] == 3
-            store = ShardStore()
-            ask(store, Create(shard=W, name="w", value=plain[0].data), Create(shard=B, name="b", value=plain[1].data))
-            ask(store, MakeOptimizer(optimizer=0, factory=packed(make, **options), groups=((W,), (B,))))
-            ask(store, SetOptimizer(0, **saved))
-        lr = 0.1 / (number + 1)  # as a schedule does
-        for group in reference.param_groups:
-            group["lr"] = lr
-        settings = tuple({k: v for k, v in group.items() if k != "params"} for group in reference.param_groups)
-        gradients = {W: torch.randn(5, 3)}
-        if number % 2:
-            gradients[B] = torch.randn(3)
-        plain[0].grad, plain[1].grad = gradients[W].clone(), gradients[B].clone() if B in gradients else None
-        reference.step()
-        ask(store, StepOptimizer(optimizer=0, gradients=gradients, options=settings, seen={}))
-        assert torch.equal(value(store, W), plain[0])
-        assert torch.equal(value(store, B), plain[1])
-    state = ask(store, GetOptimizer(0))
-    assert state["steps"] == 6
-    for shard, parameter in ((W, plain[0]), (B, plain[1])):
-        for name, there in reference.state[parameter].items():
-            same = torch.equal(state["state"][shard][name], there) if isinstance(there, torch.Tensor) else True
-            assert same or state["state"][shard][name] == there
-
 
 SPARSE: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SparseAdam, {"lr": 0.1}),
@@ -346,28 +300,6 @@ def test_sparse_gradients_remain_sparse(store: ShardStore, make: Any, options: d
             ),
         )
         assert torch.equal(value(store, TABLE), table.weight)
-
-
-def test_rows_become_dense_for_an_optimizer_without_sparse_support(store: ShardStore) -> None:
-    before, gradient = torch.randn(6, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    plain = torch.nn.Parameter(before.clone())
-    plain.grad = torch.zeros(6, 2).index_add_(0, torch.tensor([5, 5]), gradient)
-    torch.optim.Adam([plain]).step()
-    ask(
-        store,
-        Create(shard=TABLE, name="t", value=before),
-        MakeOptimizer(optimizer=0, factory=packed(torch.optim.Adam), groups=((TABLE,),)),
-    )
-    rows = RowsGradient(torch.tensor([5, 5]), gradient, sparse=True)
-    with pytest.raises(RuntimeError, match="sparse gradients"):
-        ask(store, StepOptimizer(optimizer=0, gradients={TABLE: rows}, options=({},), seen={}, token=(1, 0, 0)))
-    assert ask(
-        store,
-        StepOptimizer(
-            optimizer=0, gradients={TABLE: rows._replace(sparse=False)}, options=({},), seen={}, token=(1, 0, 0)
-        ),
-    ).applied
-    assert torch.equal(value(store, TABLE), plain)
 
 
 def test_only_parameters_with_gradients_are_stepped_and_gradients_are_dropped(store: ShardStore) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -17,46 +17,13 @@ from distnb.coordinator import ClusterCoordinator
 from distnb.errors import ClosureCancelled, ServerLost
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.servers.coordinator.libraries import Library, register_library
+from tests.support.simulated_cluster import SimulatedCluster
 
-__all__ = ["Walk", "WalkedCluster"]
+__all__ = ["Walk"]
 
 
 class MeantToFail(Exception):
     """An error that a closure raises on purpose."""
-
-
-class WalkedCluster(Protocol):
-    """The actions of a walk on a cluster, simulated or real."""
-
-    def advance(self, draws: random.Random) -> None:
-        """Let something happen."""
-
-    def kill(self, draws: random.Random) -> None:
-        """Kill a worker. Another one replaces it."""
-
-    def lose(self, draws: random.Random) -> None:
-        """Lose the connection with a worker, which continues to run. Another one replaces it."""
-
-    def stop(self, draws: random.Random) -> None:
-        """Stop a worker."""
-
-    def go_on(self) -> None:
-        """Continue all stopped workers."""
-
-    def press(self, draws: random.Random, work: Callable[[], None]) -> None:
-        """Do something on the coordinator, and perhaps press Ctrl-C meanwhile, which raises KeyboardInterrupt."""
-
-    def give_up(self) -> None:
-        """Stop waiting for workers that were ordered to end a closure."""
-
-    def kill_a_server(self, draws: random.Random) -> int:
-        """Kill a server."""
-
-    def replace_server(self, server: int) -> None:
-        """Replace a lost server by another one, which holds nothing."""
-
-    def drain(self) -> None:
-        """Let everything happen that is under way."""
 
 
 class Counting(torch.nn.Module):
@@ -220,7 +187,7 @@ class Walk:
         unsent: The changes made in place here that the servers may not know yet. Ctrl-C may lose them.
     """
 
-    def __init__(self, seed: int, cluster: WalkedCluster) -> None:
+    def __init__(self, seed: int, cluster: SimulatedCluster) -> None:
         self.cluster, self.draws = cluster, random.Random(seed)
         self.program = Program()
         self.coordinator = self.program.coordinator
