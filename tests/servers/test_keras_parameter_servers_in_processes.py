@@ -40,7 +40,7 @@ def dataset_fn(context: distnb.InputContext) -> Iterator[Any]:
         yield x, (x.sum(1, keepdims=True) > 0).astype("float32")
 
 
-# The next two tests are the first of this module: the workers have not loaded Keras yet.
+# The next test is the first of this module: the workers have not loaded Keras yet.
 
 
 def test_metrics_count_on_workers_that_have_not_loaded_keras(strategy: Any) -> None:
@@ -55,36 +55,6 @@ def test_metrics_count_on_workers_that_have_not_loaded_keras(strategy: Any) -> N
     coordinator.join()
     assert (float(mean.result()), float(mean.count)) == (4.5, 10.0)
     assert float(plain.result()) == 4.5
-
-
-def test_a_loop_of_ones_own_trains_a_built_keras_optimizer(strategy: Any) -> None:
-    def built() -> tuple[Any, Any, Any]:
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
-        optimizer, metric = keras.optimizers.Adam(0.05), keras.metrics.Mean()
-        optimizer.build(model.trainable_variables)
-        return model, optimizer, metric
-
-    def step(made: Any) -> None:
-        model, optimizer, metric = made
-        loss = (model(torch.arange(32.0).reshape(8, 4) / 10) ** 2).mean()
-        model.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            optimizer.apply([each.value.grad for each in model.trainable_variables], model.trainable_variables)
-        metric.update_state(loss.detach())
-
-    coordinator, plain = ClusterCoordinator(strategy), built()
-    with strategy.scope():
-        mine = built()
-    for run in (False, True):
-        for _ in range(5):
-            step(plain)
-            coordinator.schedule(lambda run=run: strategy.run(step, args=(mine,)) if run else step(mine))
-            coordinator.join()
-    assert int(mine[1].iterations) == 10
-    assert float(mine[2].result()) == pytest.approx(float(plain[2].result()))
-    for value, expected in zip(mine[0].get_weights(), plain[0].get_weights(), strict=True):
-        np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
 class Largest(keras.metrics.Metric):  # type: ignore[misc]

@@ -20,7 +20,6 @@ import distnb
 from distnb.coordinator import ClusterCoordinator
 from distnb.errors import ProgramError, ServerLost
 from distnb.notebook.compose import require
-from distnb.partitioners import FixedShardsPartitioner
 from tests.support import processes
 from tests.support.processes import wait_until
 
@@ -87,45 +86,6 @@ def test_a_layer_may_be_replaced_while_functions_wait_that_use_it(
         gc.collect()
     assert [value.fetch() for _, value in results] == [width for width, _ in results]
     coordinator.join()
-
-
-def test_a_program_trains_like_one_process(cluster: Any) -> None:
-    """Run one closure at a time, as one process would: with a sharded embedding, BatchNorm, and a rate schedule."""
-
-    def build() -> Any:
-        torch.manual_seed(3)
-        model = nn.Sequential(
-            nn.Embedding(50, 8), nn.Flatten(), nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
-        )
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-
-    def batch(number: int) -> Any:
-        drawn = torch.Generator().manual_seed(number)
-        return torch.randint(0, 50, (8, 4), generator=drawn), torch.randn(8, 1, generator=drawn)
-
-    def step(model: Any, optimizer: Any, ids: torch.Tensor, wanted: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        loss = ((model(ids) - wanted) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    plain, its, plain_rate = build()
-    strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2))
-    coordinator = ClusterCoordinator(strategy)
-    with strategy.scope():
-        model, optimizer, rate = build()
-    for number in range(8):
-        found = coordinator.schedule(
-            lambda ids, wanted: step(model, optimizer, ids, wanted), args=batch(number)
-        ).fetch()
-        assert found == pytest.approx(step(plain, its, *batch(number)), rel=1e-4)
-        rate.step()
-        plain_rate.step()
-    for name, value in model.state_dict().items():
-        assert torch.allclose(value, plain.state_dict()[name], atol=1e-5), name
-    assert torch.allclose(model.eval()(batch(9)[0]), plain.eval()(batch(9)[0]), atol=1e-5)
 
 
 def test_a_whole_program_runs_in_its_scope(strategy: Any, coordinator: ClusterCoordinator, tmp_path: Path) -> None:
