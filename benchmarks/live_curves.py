@@ -58,8 +58,7 @@ replay.Player.curves = curves
 """
 WATCH = """() => {
     window.drawings = 0;
-    const drawn = document.querySelector(".distnb-live figure svg .drawn");
-    new MutationObserver(() => window.drawings++).observe(drawn, { childList: true });
+    document.querySelector(".distnb-live figure:has(canvas)").plot.hooks.draw.push(() => window.drawings++);
 }"""
 
 
@@ -79,7 +78,7 @@ def main() -> int:
             with OpenNotebook(browser, server, "curves.ipynb") as notebook:
                 notebook.run(0)
                 notebook.start(1)
-                notebook.output(1).locator("figure path.line").first.wait_for(timeout=60_000)
+                notebook.output(1).locator("figure canvas").first.wait_for(timeout=60_000)
                 page = notebook.page.context.new_cdp_session(notebook.page)
                 page.send("Performance.enable", {"timeDomain": "threadTicks"})
 

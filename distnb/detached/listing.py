@@ -6,6 +6,7 @@ import time
 
 from distnb.detached.daemon_client import summaries
 from distnb.detached.protocol import ClusterSummary
+from distnb.views.wording import text_table
 
 __all__ = ["HEADER", "rows", "text"]
 
@@ -22,11 +23,7 @@ def text() -> str:
     found = rows()
     if not found:
         return "You have no detached cluster on this machine. In a notebook, %distnb start --detach starts one."
-    lines = [HEADER, *found]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(HEADER))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join(text_table(HEADER, found))
 
 
 def _row(summary: ClusterSummary, now: float) -> tuple[str, ...]:

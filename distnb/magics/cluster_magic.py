@@ -27,7 +27,7 @@ from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.options import StrategySpec
 from distnb.strategies import resolve
 from distnb.views.event_files import EventFiles
-from distnb.views.wording import filled, html_table, human_bytes
+from distnb.views.wording import filled, html_table, human_bytes, text_table
 from distnb.widgets import exports
 from distnb.widgets.publisher import publisher_for
 from distnb.widgets.timeline import timeline
@@ -336,11 +336,7 @@ class ClusterMagic:
     # -- pieces ----------------------------------------------------------------------------------------------------
 
     def _table(self, header: tuple[str, ...], rows: Sequence[tuple[Any, ...]], numeric: tuple[str, ...] = ()) -> None:
-        cells = [tuple(map(str, row)) for row in [header, *rows]]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-        text = "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-        )
+        text = "\n".join(text_table(header, rows))
         self._shell.display_pub.publish({"text/plain": text, "text/html": html_table(header, rows, numeric=numeric)})
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "note_html",
     "ranges",
     "short_number",
+    "text_table",
     "whole_number",
 ]
 
@@ -124,6 +125,14 @@ def html_table(
     style = "border-collapse:collapse;font-size:12px;margin:2px 0"
     head = f"<thead><tr>{cells('th', header)}</tr></thead>"
     return f'{above}<table style="{style}">{head}<tbody>{body}</tbody></table>'
+
+
+def text_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, numeric: Collection[str] = ()) -> list[str]:
+    """Return the lines of a table as text, with the columns of these titles aligned to the right."""
+    cells = [list(map(str, row)) for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [str.rjust if title in numeric else str.ljust for title in header]
+    return ["  ".join(map(lambda align, *of: align(*of), aligned, row, widths)).rstrip() for row in cells]
 
 
 def short_number(value: float | None) -> str:

@@ -1,5 +1,7 @@
 // The live view in the browser. It receives texts and tables as HTML, and the new points of curves as numbers. Curves are
-// drawn here, so hovering, smoothing and the log scale also work while the kernel is busy with a cell.
+// drawn here by uPlot, so pointing, zooming, smoothing and the log scale also work while the kernel is busy with a cell.
+//
+// `DrawingCode` in widget_view.py puts uPlot and its style sheet, UPLOT_STYLE, before this text.
 
 const STYLE = `
 .distnb-live{font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-ui-font-color1,inherit);padding:4px 0}
@@ -23,36 +25,43 @@ const STYLE = `
 .distnb-live figcaption .series{margin-right:10px;white-space:nowrap}
 .distnb-live .swatch{display:inline-block;width:12px;height:3px;border-radius:2px;vertical-align:middle;margin-right:4px}
 .distnb-live .facts{font-size:11px;color:var(--jp-ui-font-color2,#808080);font-variant-numeric:tabular-nums}
-.distnb-live figure svg{display:block;width:100%;height:200px;overflow:visible;touch-action:pan-y}
-.distnb-live figure:only-child svg{height:240px}
-.distnb-live figure svg:focus-visible{outline:2px solid var(--jp-brand-color1,#0072b2);outline-offset:2px}
+.distnb-live .plot{position:relative}
+.distnb-live .plot:focus-visible{outline:2px solid var(--jp-brand-color1,#0072b2);outline-offset:2px}
+.distnb-live .uplot{position:absolute}
+.distnb-live .u-over{cursor:crosshair}
+.distnb-live .u-select{background:#80808044}
+.distnb-live .plot :is(.raw,.low,.high){display:none}
 .distnb-live svg.queue{display:block;width:100%;height:auto;max-width:640px;margin:2px 0}
 .distnb-live svg text{fill:var(--jp-ui-font-color2,#808080);font-size:11px}
-.distnb-live svg .grid{stroke:var(--jp-border-color2,#80808044)}
-.distnb-live svg .epoch{stroke:var(--jp-ui-font-color2,#808080);stroke-dasharray:2 3;opacity:.7}
-.distnb-live svg .cross{stroke:var(--jp-ui-font-color1,#808080);opacity:.6}
-.distnb-live svg .mark,.distnb-live svg text.mark{stroke:#e5484d}
-.distnb-live svg text.mark{stroke:none;fill:#e5484d}
 .distnb-live .tip{position:absolute;z-index:10;pointer-events:none;padding:3px 8px;font-size:12px;line-height:1.45;white-space:nowrap;
 background:var(--jp-layout-color1,#fff);border:1px solid var(--jp-border-color1,#808080);border-radius:3px;
 font-variant-numeric:tabular-nums;box-shadow:0 1px 4px #0003}
+.distnb-live .u-legend{margin:0;border:0;font-size:12px}
+.distnb-live .u-legend tr{display:block;margin:0;text-align:left;background:none !important}
+.distnb-live .u-legend tr :is(td,th){padding:0 6px 0 0;line-height:1.45}
+.distnb-live .u-legend .u-marker{width:12px;height:3px}
+.distnb-live .u-legend tr:first-child th{display:none}
+.distnb-live .u-legend .u-value{font-weight:600}
 .distnb-live td,.distnb-live th{color:inherit;font-variant-numeric:tabular-nums}
 `;
 
-const FRAME = `<style>${STYLE}</style><div class="above"></div>
+const FRAME = `<style>${UPLOT_STYLE}${STYLE}</style><div class="above"></div>
 <div class="controls" hidden>
 <label><input type="checkbox" class="log">log scale</label>
 <label>smoothing<input type="range" class="smoothing" min="0" max="0.99" step="0.01"><output></output></label></div>
 <div class="charts"></div><div class="below"></div>
 <details hidden><summary>You reloaded the page while the cell ran. This is the end of its output</summary><pre></pre></details>`;
 
-const [LEFT, RIGHT, TOP, FOOT] = [50, 8, 8, 20];
 const RED = "#e5484d";
+const GREY = "#808080"; // legible in light and dark themes
+const FONT = "11px system-ui,sans-serif";
+const AXIS = { stroke: GREY, font: FONT, grid: { stroke: "#80808038", width: 1 }, ticks: { show: false } };
+const WHOLE = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat();
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
 
 const escaped = (text) => text.replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
-const wide = (words) => 6.6 * words.length; // at most, in the charts' font
+const wide = (words) => 6.6 * words.length; // at most, in FONT
 const whole = (number) => number.toLocaleString("en");
 
 function short(number) {
@@ -60,33 +69,11 @@ function short(number) {
   return Math.abs(number) >= 1e5 || (number && Math.abs(number) < 1e-4) ? number.toExponential(2) : `${+number.toPrecision(4)}`;
 }
 
-// Return about `about` round numbers within a range.
-function ticks(low, high, about) {
-  const raw = (high - low) / about;
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= raw * 0.999) * power;
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(+(i * step).toPrecision(12));
-  return found;
-}
-
-function logTicks(low, high) {
-  const powers = [];
-  for (let power = Math.ceil(low - 1e-9); power <= high + 1e-9; power++) powers.push(power);
-  if (powers.length < 2) return ticks(10 ** low, 10 ** high, 4).filter((tick) => tick > 0).map(Math.log10);
-  return powers.filter((_, i) => i % Math.ceil(powers.length / 6) === 0);
-}
-
-function span(numbers) {
-  let [low, high] = [Infinity, -Infinity];
-  for (const number of numbers) {
-    if (!Number.isFinite(number)) continue;
-    if (number < low) low = number;
-    if (number > high) high = number;
-  }
-  if (low > high) return [0, 1];
-  const half = Math.abs(low) * 0.05 || 0.5;
-  return low < high ? [low, high] : [low - half, high + half];
+// Return the label of a tick. uPlot gives null to one without a label.
+function label(tick) {
+  if (tick === null) return "";
+  const rounded = +tick.toPrecision(10);
+  return tick && (Math.abs(tick) < 1e-4 || Math.abs(tick) >= 1e6) ? rounded.toExponential() : `${rounded}`;
 }
 
 // -- lines: arrays of [step, value, least, greatest], see curves.py ----------------------------------------------------
@@ -174,55 +161,41 @@ function smoothed({ points, width }, weight) {
 
 // -- a chart ----------------------------------------------------------------------------------------------------------
 
+// Return the columns that draw a series in uPlot's table, by the place of their numbers in a point. Those beside the line
+// itself are the line before smoothing, or the edges of a band, if points represent several values.
+function columnsOf(series, smoothing) {
+  const line = { series, points: series.points, place: 1, kind: "line" };
+  if (smoothing > 0) return [{ ...line, kind: "raw" }, { ...line, points: smoothed(series, smoothing) }];
+  if (series.points.every((point) => !(point[2] < point[3]))) return [line];
+  return [{ ...line, place: 2, kind: "low" }, { ...line, place: 3, kind: "high" }, line];
+}
+
 class Chart {
   constructor(name, container, lines) {
     this.lines = lines;
+    this.container = container;
     this.figure = document.createElement("figure");
-    this.figure.innerHTML = `<figcaption></figcaption><svg role="img" tabindex="0"><g class="drawn"></g><g class="pointer"></g></svg>
-      <div class="facts"></div><div class="tip" role="status" hidden></div>`;
+    this.figure.innerHTML = `<figcaption></figcaption><div class="plot" role="img" tabindex="0">
+      <div class="tip" role="status" hidden></div></div><div class="facts"></div>`;
+    this.figure.dataset.name = name;
     container.append(this.figure);
-    [this.caption, this.svg, this.facts, this.tip] = this.figure.children;
-    this.svg.dataset.name = name;
-    this.at = null; // the step under the pointer
-    this.series = [];
-    this.svg.addEventListener("pointermove", (event) => this.pointAt(this.stepAt(event.clientX)));
-    this.svg.addEventListener("pointerleave", () => this.pointAt(null));
-    this.svg.addEventListener("blur", () => this.pointAt(null));
-    this.svg.addEventListener("keydown", (event) => this.key(event));
+    [this.caption, this.place, this.facts] = this.figure.children;
+    this.tip = this.place.firstElementChild;
+    this.step = null; // the step that the keyboard has chosen
+    this.place.addEventListener("pointermove", () => (this.step = null));
+    this.place.addEventListener("blur", () => this.choose(null));
+    this.place.addEventListener("keydown", (event) => this.key(event));
   }
 
   draw(chart, { log, smoothing }) {
     this.chart = chart;
     this.series = chart.series.map((series) => this.lines.drawn(series)).filter(Boolean);
-    const all = this.series.flatMap(({ points }) => points);
-    this.log = log && all.some((point) => point[3] > 0);
-    const scale = this.log ? (value) => (value > 0 ? Math.log10(value) : NaN) : (value) => value;
-    this.width = this.svg.clientWidth || 400;
-    this.height = this.svg.clientHeight || 200;
-    const [xLow, xHigh] = span(all.map((point) => point[0]));
-    let [yLow, yHigh] = span(all.flatMap((point) => [scale(point[2]), scale(point[3])]));
-    const pad = (yHigh - yLow) * 0.05;
-    [yLow, yHigh] = [yLow - pad, yHigh + pad];
-    const [right, foot] = [this.width - RIGHT, this.height - FOOT];
-    this.x = (step) => LEFT + ((step - xLow) / (xHigh - xLow)) * (right - LEFT);
-    this.y = (value) => foot - ((scale(value) - yLow) / (yHigh - yLow)) * (foot - TOP);
-    this.steps = { low: xLow, high: xHigh, left: LEFT, right };
-    const parts = [];
-    for (const tick of this.log ? logTicks(yLow, yHigh) : ticks(yLow, yHigh, 4)) {
-      const y = foot - ((tick - yLow) / (yHigh - yLow)) * (foot - TOP);
-      parts.push(`<path class="grid" d="M${LEFT} ${y.toFixed(1)}H${right}"/>`);
-      parts.push(`<text x="${LEFT - 5}" y="${(y + 4).toFixed(1)}" text-anchor="end">${short(this.log ? 10 ** tick : tick)}</text>`);
-    }
-    const steps = ticks(xLow, xHigh, Math.max(2, this.width / 110)).map((tick) => [this.x(tick), short(tick)]);
-    parts.push(this.labels(steps.map(([x, words]) => [x - wide(words) / 2, words]), foot + 15));
-    parts.push(this.epochs(chart.epochs, xLow, xHigh, foot));
-    for (const series of [...this.series].reverse()) parts.push(this.line(series, smoothing));
-    parts.push(this.marks(foot));
-    this.svg.firstElementChild.innerHTML = parts.join("");
-    this.svg.setAttribute("aria-label", `${chart.name}: ${chart.facts}. Arrow keys read values.`);
-    this.facts.textContent = chart.facts + (log && !this.log ? " · no positive values: the scale is linear" : "");
+    const isLog = log && this.series.some(({ points }) => points.some((point) => point[3] > 0));
+    this.columns = this.series.flatMap((series) => columnsOf(series, smoothing));
+    this.show(isLog);
+    this.place.setAttribute("aria-label", `${chart.name}: ${chart.facts}. Arrow keys read values.`);
+    this.facts.textContent = chart.facts + (log && !isLog ? " · no positive values: the scale is linear" : "");
     this.legend();
-    this.pointAt(this.at);
   }
 
   legend() {
@@ -233,131 +206,152 @@ class Chart {
     this.caption.innerHTML = `<span class="name">${escaped(this.chart.name)}</span>${named.join("")}`;
   }
 
-  // Draw a dotted line and a number, counted from 1, where an epoch begins. With many epochs, only some are drawn.
-  epochs(epochs, low, high, foot) {
-    const inside = epochs.filter(([step]) => low < step && step < high);
-    const every = Math.ceil(inside.length / Math.max(3, this.width / 60));
-    const marks = inside.filter((_, i) => i % every === 0).map(([step, number]) => [this.x(step), number + 1]);
-    const labels = marks.map(([x, number], i) => {
-      const words = i === 0 ? `epoch ${number}` : `${number}`;
-      return [x + 3 + wide(words) <= this.width ? x + 3 : x - 3 - wide(words), words];
-    });
-    return marks.map(([x]) => `<path class="epoch" d="M${x.toFixed(1)} ${TOP}V${foot}"/>`).join("") + this.labels(labels, TOP + 9);
-  }
-
-  // Draw the labels [left edge, words] of a row that do not touch the label before, moved into the picture.
-  labels(labels, y) {
-    let free = 0;
-    const shown = labels.map(([left, words]) => {
-      const place = Math.min(left, this.width - wide(words));
-      if (place < free) return "";
-      free = place + wide(words) + 5;
-      return `<text x="${place.toFixed(1)}" y="${y}">${words}</text>`;
-    });
-    return shown.join("");
-  }
-
-  path(points) {
-    let [path, open] = ["", false];
-    for (const [step, value] of points) {
-      const y = this.y(value);
-      if (Number.isFinite(y)) path += `${open ? "L" : "M"}${this.x(step).toFixed(1)} ${y.toFixed(1)}${open ? "" : "h0"}`;
-      open = Number.isFinite(y);
+  show(isLog) {
+    const size = { width: this.figure.clientWidth || 400, height: this.container.childElementCount > 1 ? 216 : 256 };
+    this.place.style.height = `${size.height}px`;
+    const data = this.table(isLog);
+    const form = JSON.stringify([isLog, this.columns.map(({ kind, series: { label, color, thick } }) => [kind, label, color, thick])]);
+    const before = this.plot;
+    const zoom = before && this.zoom();
+    if (this.form !== form) {
+      before?.destroy();
+      this.form = form;
+      this.plot = this.figure.plot = new uPlot({ ...size, ...this.options(isLog) }, data, this.place);
+    } else {
+      this.plot.setData(data, !zoom);
+      if (before.width !== size.width || before.height !== size.height) this.plot.setSize(size);
     }
-    return path;
+    if (zoom) this.plot.setScale("x", zoom);
+    if (this.step !== null) this.choose(this.step);
   }
 
-  line(series, smoothing) {
-    const { points, color, thick } = series;
-    const look = `fill="none" stroke="${color}" stroke-linejoin="round" stroke-linecap="round"`;
-    const width = points.length === 1 ? 5 : thick ? 2.4 : 1.3;
-    if (smoothing > 0)
-      return `<path class="raw" d="${this.path(points)}" ${look} stroke-width="1" stroke-opacity=".3"/>
-        <path class="line" d="${this.path(smoothed(series, smoothing))}" ${look} stroke-width="${width}"/>`;
-    return `${this.band(points, color)}<path class="line" d="${this.path(points)}" ${look} stroke-width="${width}"/>`;
+  // Return the range of steps that the user has chosen, or null if all are shown.
+  zoom() {
+    const [steps, { min, max }] = [this.plot.data[0], this.plot.scales.x];
+    return min > steps[0] || max < steps.at(-1) ? { min, max } : null;
   }
 
-  // Draw the band from the least to the greatest value, if points represent several values.
-  band(points, color) {
-    if (points.every((point) => point[2] === point[3])) return "";
-    const inside = points.map((point) => [this.x(point[0]), this.y(point[2]), this.y(point[3])]).filter((each) => each.every(Number.isFinite));
-    const up = inside.map(([x, , high]) => `${x.toFixed(1)} ${high.toFixed(1)}`);
-    const down = inside.map(([x, low]) => `${x.toFixed(1)} ${low.toFixed(1)}`).reverse();
-    return inside.length ? `<path class="band" d="M${[...up, ...down].join("L")}Z" fill="${color}" fill-opacity=".18"/>` : "";
+  // Return the columns at the steps of all series. null breaks a line, a step of another series (undefined) does not.
+  table(isLog) {
+    const number = (value) => (Number.isFinite(value) && (value > 0 || !isLog) ? value : null);
+    return uPlot.join(
+      this.series.map((series) => [
+        series.points.map((point) => point[0]),
+        ...this.columns.filter((column) => column.series === series).map(({ points, place }) => points.map((point) => number(point[place]))),
+      ]),
+    );
+  }
+
+  options(isLog) {
+    const look = ({ kind, series: { color, thick } }) =>
+      ({ line: { stroke: color, width: thick ? 2.4 : 1.3 }, raw: { stroke: `${color}4d`, width: 1 } })[kind] ?? { width: 0 };
+    const last = (plot) => wide(whole(plot.scales.x.max ?? 0));
+    return {
+      padding: [null, (plot) => Math.max(24, last(plot) / 2), null, null],
+      scales: {
+        x: { time: false, range: (_, low, high) => (low < high ? [low, high] : [low - 0.5, high + 0.5]) },
+        y: { distr: isLog ? 3 : 1 },
+      },
+      axes: [
+        { ...AXIS, size: 20, incrs: WHOLE, space: (plot) => last(plot) + 16, values: (_, steps) => steps.map(whole) },
+        {
+          ...AXIS,
+          size: (_, labels) => 12 + Math.max(24, ...(labels ?? []).map(wide)),
+          values: (_, ticks) => ticks.map(label),
+          grid: { ...AXIS.grid, filter: (plot, ...ticks) => plot.axes[1].filter(plot, ...ticks) }, // lines where labels are
+        },
+        { ...AXIS, ...this.epochs(), side: 0, scale: "x", size: 16, gap: 2, grid: { stroke: GREY, width: 1, dash: [2, 3] } },
+      ],
+      series: [
+        { label: "", value: (_plot, _step, _series, place) => (place === null ? "" : this.where(place)) },
+        ...this.columns.map((column) => ({
+          ...look(column),
+          class: column.kind,
+          pxAlign: 0,
+          label: column.series.label || this.chart.name,
+          points: { fill: column.series.color, ...(column.kind === "line" ? {} : { show: false }) },
+          value: (plot, _value, index, place) => (place === null ? "" : this.reading(this.columns[index - 1].series, plot.data[0][place])),
+        })),
+      ],
+      bands: this.columns.flatMap(({ kind, series }, i) => (kind === "high" ? [{ series: [i + 1, i], fill: `${series.color}2e` }] : [])),
+      cursor: { y: false },
+      legend: { markers: { width: 0, fill: (_, index) => this.columns[index - 1].series.color }, mount: (_, table) => this.tip.replaceChildren(table) },
+      hooks: { draw: [(plot) => this.marks(plot)], setCursor: [(plot) => this.showTip(plot)] },
+    };
+  }
+
+  // Return the part of an axis that marks the beginning of epochs by their numbers, from 1 on, where there is room.
+  epochs() {
+    return {
+      splits: (plot, _axis, low, high) => {
+        const apart = (60 / plot.width) * (high - low);
+        const shown = [];
+        for (const [step] of this.chart.epochs)
+          if (low < step && step < high && !(step - shown.at(-1) < apart)) shown.push(step);
+        return shown;
+      },
+      values: (_, steps) => steps.map((step, i) => (i ? "" : "epoch ") + (new Map(this.chart.epochs).get(step) + 1)),
+    };
   }
 
   // Draw a cross at the foot for each nan or infinite value, and a triangle at the top where values exploded.
-  marks(foot) {
+  marks(plot) {
+    const { ctx, bbox } = plot;
+    const [foot, size] = [bbox.top + bbox.height - 3, 14 * uPlot.pxRatio];
     const bad = this.series.flatMap(({ points }) => points.filter((point) => !Number.isFinite(point[1])));
-    let drawn = bad.map(([step]) => `M${(this.x(step) - 3).toFixed(1)} ${foot - 7}l6 6m0 -6l-6 6`).join("");
-    if (drawn) {
-      const [step, value] = bad.reduce((first, each) => (each[0] < first[0] ? each : first));
-      const side = this.x(step) < this.width - 50 ? `x="${this.x(step) + 6}"` : `x="${this.x(step) - 6}" text-anchor="end"`;
-      drawn = `<path class="mark" d="${drawn}" fill="none" stroke-width="1.5"/><text class="mark" ${side} y="${foot - 1}">${short(value)}</text>`;
-    }
-    const heads = this.chart.exploded.map((step) => `M${(this.x(step) - 5).toFixed(1)} ${TOP + 10}l5 -9l5 9z`).join("");
-    return drawn + (heads ? `<path class="exploded" d="${heads}" fill="${RED}"/>` : "");
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    Object.assign(ctx, { fillStyle: RED, font: `${size}px system-ui,sans-serif`, textAlign: "center" });
+    for (const [step] of bad) ctx.fillText("×", plot.valToPos(step, "x", true), foot);
+    for (const step of this.chart.exploded) ctx.fillText("▲", plot.valToPos(step, "x", true), bbox.top + size);
+    ctx.restore();
   }
 
   // -- reading values ---------------------------------------------------------------------------------------------------
 
-  stepAt(clientX) {
-    const { low, high, left, right } = this.steps;
-    return low + ((clientX - this.svg.getBoundingClientRect().left - left) / (right - left)) * (high - low);
-  }
-
   key(event) {
-    const points = this.longest();
+    const steps = this.plot.data[0];
     const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity }[event.key];
-    if (event.key === "Escape") this.pointAt(null);
-    if (move === undefined || !points.length) return;
+    if (event.key === "Escape") this.choose(null);
+    if (move === undefined) return;
     event.preventDefault();
     event.stopPropagation();
-    const from = this.at === null ? points.length : placeAt(points, this.at);
-    this.pointAt(points[Math.max(0, Math.min(points.length - 1, from + move))][0]);
+    const from = this.plot.cursor.idx ?? steps.length;
+    this.choose(steps[Math.max(0, Math.min(steps.length - 1, from + move))]);
   }
 
-  longest() {
-    return this.series.reduce((longest, { points }) => (points.length > longest.length ? points : longest), []);
+  choose(step) {
+    this.step = step;
+    this.plot?.setCursor(step === null ? { left: -10, top: -10 } : { left: this.plot.valToPos(step, "x"), top: 0 });
   }
 
-  pointAt(step) {
-    const pointer = this.svg.lastElementChild;
-    const points = this.longest();
-    this.at = step;
-    this.tip.hidden = step === null || !points.length;
-    if (this.tip.hidden) {
-      pointer.innerHTML = "";
-      return;
-    }
-    let place = placeAt(points, step); // moved below to the nearest point
-    if (place < 0 || (place + 1 < points.length && points[place + 1][0] - step < step - points[place][0])) place++;
-    const at = points[place][0];
-    const x = this.x(at);
-    const found = this.series.map((series) => [series, series.points[placeAt(series.points, at)]]).filter(([, point]) => point);
-    const dots = found.filter(([, point]) => Number.isFinite(this.y(point[1])));
-    pointer.innerHTML =
-      `<path class="cross" d="M${x.toFixed(1)} ${TOP}V${this.height - FOOT}"/>` +
-      dots.map(([{ color }, point]) => `<circle cx="${x.toFixed(1)}" cy="${this.y(point[1]).toFixed(1)}" r="3" fill="${color}"/>`).join("");
-    this.tip.innerHTML = [this.where(points, place), ...found.map(([series, point]) => this.row(series, point, at))].join("<br>");
-    const left = x + 12 + this.tip.offsetWidth < this.width ? x + 12 : Math.max(0, x - 12 - this.tip.offsetWidth);
-    const top = this.y(points[place][1]) < this.height / 2 ? this.height / 2 : TOP; // not over the line
-    Object.assign(this.tip.style, { left: `${left}px`, top: `${this.caption.offsetHeight + top}px` });
+  // Place the tip beside the pointer, in the half that the pointer is not in.
+  showTip({ cursor: { left, top, idx }, over }) {
+    this.tip.hidden = left < 0 || idx === null || idx === undefined;
+    if (this.tip.hidden) return;
+    const x = over.offsetLeft + left;
+    const side = x + 12 + this.tip.offsetWidth < this.place.clientWidth ? x + 12 : Math.max(0, x - 12 - this.tip.offsetWidth);
+    const height = top < over.clientHeight / 2 ? over.clientHeight / 2 : 0;
+    Object.assign(this.tip.style, { left: `${side}px`, top: `${over.offsetTop + height}px` });
   }
 
-  where(points, place) {
-    const [at, before] = [points[place][0], place ? points[place - 1][0] + 1 : points[place][0]];
-    const steps = before < at && this.series[0].width > 1 ? `steps ${whole(before)} to ${whole(at)}` : `step ${whole(at)}`;
+  where(place) {
+    const steps = this.plot.data[0];
+    const [at, before] = [steps[place], place ? steps[place - 1] + 1 : steps[place]];
+    const words = before < at && this.series[0].width > 1 ? `steps ${whole(before)} to ${whole(at)}` : `step ${whole(at)}`;
     const epoch = this.chart.epochs.filter(([step]) => step < at).at(-1);
-    return `<b>${steps}</b>${epoch ? ` · epoch ${epoch[1] + 1}` : ""}`;
+    return words + (epoch ? ` · epoch ${epoch[1] + 1}` : "");
   }
 
-  row({ label, color, members }, point, at) {
+  // Return a series' latest value at a step. A point of several replicas or values has the range, too.
+  reading({ points, members }, step) {
+    const point = points[placeAt(points, step)];
+    if (!point) return "";
     const [, value, low, high] = point;
-    const [least, greatest] = members.length > 1 ? this.whose(members, at) : ["", ""];
-    const range = low < high ? ` (${short(low)}${least} to ${short(high)}${greatest})` : "";
-    const name = escaped(label || this.chart.name);
-    return `<span class="swatch" style="background:${color}"></span>${name} <b>${short(value)}</b>${range}`;
+    const [least, greatest] = members.length > 1 ? this.whose(members, step) : ["", ""];
+    return short(value) + (low < high ? ` (${short(low)}${least} to ${short(high)}${greatest})` : "");
   }
 
   // Return the replicas with the least and the greatest value at a step, as marks.
@@ -391,22 +385,18 @@ function saveSettings(chosen) {
   }
 }
 
-export default () => {
-  // True if the page was reloaded while the cell ran: another page has shown the widget before.
-  let restored = false;
+// Return the functions of a widget's views. `isRestored`: the page was reloaded, and another page has shown the widget.
+export function liveView(model, isRestored) {
   const lines = new Lines();
   const views = new Set(); // the redraw function of each view of the widget
+  const { points, ...curves } = model.get("curves");
+  lines.receive(curves, points);
+  model.on("msg:custom", (content, buffers) => {
+    lines.receive(content, buffers[0]);
+    views.forEach((redraw) => redraw());
+  });
   return {
-    initialize({ model }) {
-      restored = model.get("above") !== "";
-      const { points, ...curves } = model.get("curves");
-      lines.receive(curves, points);
-      model.on("msg:custom", (content, buffers) => {
-        lines.receive(content, buffers[0]);
-        views.forEach((redraw) => redraw());
-      });
-    },
-    render({ model, el }) {
+    render({ el }) {
       el.innerHTML = `<div class="distnb-live">${FRAME}</div>`;
       const find = (selector) => el.querySelector(selector);
       const [above, below, controls, container, written] = [".above", ".below", ".controls", ".charts", "details"].map(find);
@@ -423,7 +413,7 @@ export default () => {
           if (!charts.has(chart.name)) charts.set(chart.name, new Chart(chart.name, container, lines));
           charts.get(chart.name).draw(chart, chosen);
         }
-        written.hidden = !(restored && model.get("written"));
+        written.hidden = !(isRestored && model.get("written"));
         written.querySelector("pre").textContent = model.get("written");
       };
       const schedule = () => {
@@ -464,8 +454,9 @@ export default () => {
       schedule();
       return () => {
         // A picture replaces the widget at the cell's end. A restored widget has no picture.
-        if (model.get("ended") && !restored) model.send({ replaced: true });
+        if (model.get("ended") && !isRestored) model.send({ replaced: true });
         size.disconnect();
+        charts.forEach((chart) => chart.plot.destroy());
         views.delete(changed);
         model.off("change:above", changed);
         model.off("change:below", changed);
@@ -473,4 +464,4 @@ export default () => {
       };
     },
   };
-};
+}

@@ -13,7 +13,7 @@ from distnb.views.curves import Point
 from distnb.views.live_model import LiveModel
 from distnb.views.wording import short_number
 
-__all__ = ["as_image", "nice_ticks", "picture", "pictures", "short_name"]
+__all__ = ["as_image", "nice_ticks", "picture", "pictures", "short_name", "svg"]
 
 _GREY = "#808080"  # an image cannot follow the theme, and mid-grey is visible on light and dark
 _RED = "#e5484d"
@@ -53,23 +53,28 @@ def picture(chart: Chart, *, wide: bool = False) -> str:
     """Return a chart as an SVG document."""
     # In JupyterLab both fill their place in a page of usual width without being reduced, so letters have their size.
     width, height = (540, 210) if wide else (340, 214)
-    look = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    font = 'font-family="system-ui,sans-serif" font-size="12"'
-    own = f'data-name="{html.escape(chart.name)}"><title>{html.escape(chart.name)}</title>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {look} {font} {own}{_chart(chart, width, height)}</svg>'
+    name = html.escape(chart.name)
+    parts = [f"<title>{name}</title>", _chart(chart, width, height)]
+    return svg(parts, width, height, font_size=12, more=f'data-name="{name}"')
 
 
-def as_image(svg: str, alt: str, *, wide: bool = False) -> str:
+def svg(parts: Iterable[str], width: int, height: float, *, font_size: int = 10, more: str = "") -> str:
+    """Return a picture of these parts as an SVG document. `more` are further attributes."""
+    look = f'width="{width}" height="{height:.0f}" viewBox="0 0 {width} {height:.0f}"'
+    font = f'font-family="system-ui,sans-serif" font-size="{font_size}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {look} {font} {more}>{"".join(parts)}</svg>'
+
+
+def as_image(picture: str, alt: str, *, wide: bool = False, style: str = "") -> str:
     """Return a picture as an `<img>` element with a data URL.
 
     Only an image in this form is still shown after the notebook is reopened, without trust, and in every export. Two
-    pictures are placed side by side if there is room. A wide picture takes a whole line.
+    pictures are placed side by side if there is room. A wide picture takes a whole line. `style` replaces this layout.
     """
-    encoded = base64.b64encode(svg.encode()).decode()
-    look = "width:100%;max-width:640px;display:block;margin:2px 0"
-    if not wide:
-        look = "width:min(440px,max(50%,min(330px,100%)));max-width:100%;display:inline-block"
-    return f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="{look}">'
+    encoded = base64.b64encode(picture.encode()).decode()
+    side_by_side = "width:min(440px,max(50%,min(330px,100%)));max-width:100%;display:inline-block"
+    style = style or ("width:100%;max-width:640px;display:block;margin:2px 0" if wide else side_by_side)
+    return f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="{style}">'
 
 
 def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:

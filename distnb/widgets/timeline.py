@@ -12,7 +12,7 @@ from distnb.errors import OptionError, ProgramError
 from distnb.notebook import compose
 from distnb.views.crowds import MOST_SHOWN, noteworthy, others, unlikeness
 from distnb.views.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
-from distnb.views.wording import filled, html_table
+from distnb.views.wording import filled, html_table, text_table
 from distnb.widgets.picture import as_image
 from distnb.widgets.timeline_picture import gantt_picture
 
@@ -96,9 +96,8 @@ class Timeline:
 
     def __repr__(self) -> str:
         header, rows = self._table()
-        widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
-        lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in [header, *rows]]
-        return "\n".join(filter(None, [self.text, *map("  ".join, lines if rows else []), self._others]))
+        lines = text_table(header, rows, numeric=header) if rows else []
+        return "\n".join(filter(None, [self.text, *lines, self._others]))
 
     def _repr_html_(self) -> str:
         header, rows = self._table()

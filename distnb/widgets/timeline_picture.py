@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from distnb.views.crowds import noteworthy, others, unlikeness
 from distnb.views.live_model import LiveModel
 from distnb.views.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
 from distnb.views.wording import short_number
-from distnb.widgets.picture import as_image, nice_ticks
+from distnb.widgets.picture import as_image, nice_ticks, svg
 
 __all__ = ["gantt_picture", "shares_picture", "timeline_html", "timeline_image", "timeline_text", "waits_html"]
 
@@ -74,17 +74,14 @@ def _row_height(rows: int) -> int:
     return 16 if rows <= 8 else 10
 
 
-def _svg(name: str, height: float, parts: Iterator[str]) -> str:
-    look = f'width="{_WIDTH}" height="{height:.0f}" viewBox="0 0 {_WIDTH} {height:.0f}"'
-    font = 'font-family="system-ui,sans-serif" font-size="10"'
+def _svg(name: str, height: float, parts: Iterable[str]) -> str:
     stripes = "".join(
         f'<pattern id="{name}-{kind}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<rect width="5" height="5" fill="{_COLORS[kind]}"/><rect width="1.5" height="5" fill="#fff" opacity=".55"/>'
         "</pattern>"
         for kind in ("waiting", "idle")
     )
-    drawn = f"<defs>{stripes}</defs>{''.join(parts)}"
-    return f'<svg xmlns="http://www.w3.org/2000/svg" class="queue {name}" {look} {font}>{drawn}</svg>'
+    return svg([f"<defs>{stripes}</defs>", *parts], _WIDTH, height, more=f'class="queue {name}"')
 
 
 def _fill(name: str, kind: str) -> str:
@@ -135,7 +132,7 @@ def gantt_picture(pieces: list[Piece], steps: list[tuple[float, int]]) -> str:
     bottom = len(rows) * (height + 3) + 16
     space = 12 if more else 0
     if not pieces:
-        return _svg("gantt", 20, iter(()))
+        return _svg("gantt", 20, [])
     begin, end = min(each.begin for each in pieces), max(each.end for each in pieces)
     scale = (_WIDTH - _LEFT) / (end - begin)
 

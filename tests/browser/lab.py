@@ -256,3 +256,39 @@ class OpenNotebook:
         """Save the notebook, and return the content of its file."""
         self.command("docmanager:save")
         return dict(json.loads(self.path.read_text()))
+
+
+# -- charts of the live view, which uPlot draws on a canvas -----------------------------------------------------------
+
+
+def chart(view: Any, name: str) -> Any:
+    """Return a chart of a live view."""
+    return view.locator(f"figure[data-name='{name}']:has(canvas)")
+
+
+def steps_of(shown: Any) -> int:
+    """Return the number of steps that a chart shows."""
+    return int(shown.evaluate("figure => figure.plot.data[0].length"))
+
+
+def lines_of(shown: Any, kind: str = "line") -> int:
+    """Return the number of a chart's lines: kind "raw" for those before smoothing."""
+    return int(shown.locator(f".u-legend .{kind}").count())
+
+
+def label_rows(shown: Any) -> list[list[float]]:
+    """Return the edges of labels from left to right, between the edges of their place: steps, epochs, widest value."""
+    return list(
+        shown.evaluate(
+            """figure => {
+                const { plot } = figure, { ctx, over } = plot;
+                ctx.font = "11px system-ui,sans-serif";
+                const wide = label => ctx.measureText(label).width;
+                const rows = [plot.axes[0], plot.axes[2]].map(({ _splits, _values }) => [0, ..._splits.flatMap((split, i) => {
+                    const middle = over.offsetLeft + plot.valToPos(split, "x");
+                    return [middle - wide(_values[i]) / 2, middle + wide(_values[i]) / 2];
+                }), plot.width]);
+                return [...rows, [0, Math.max(...plot.axes[1]._values.map(wide)), over.offsetLeft]];
+            }"""
+        )
+    )

@@ -1,22 +1,62 @@
-"""The front end in JupyterLab: its display while a cell runs, and the saved output.
+"""The front end in a page: its display while a cell runs, when the page or the kernel goes away, and the saved output.
 
-Events are replayed; the last test has real engines.
+Events are replayed in one kernel, whose notebook has a cell for each scene. JupyterLab is tested always, Notebook 7 in
+soak: in both, the same packages handle a reload, an interrupt and a restart in the page.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.browser.lab import OpenNotebook, Server
-from tests.support.kernel import lines_of_each
+from tests.browser.lab import OpenNotebook, Server, chart, label_rows, lines_of, steps_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.browser,
+    pytest.mark.timeout(240),
+    pytest.mark.parametrize("front_end", ["lab", pytest.param("notebook", marks=pytest.mark.soak)], indirect=True),
+]
 
 SETUP = "%load_ext distnb\nfrom tests.browser import replay\nsession = replay.install(2)"
+VALUES = """import torch, distnb
+tree = [{"weights": [torch.randn(100) + i, "text"], "image": torch.rand(3, 30, 40)} for i in range(2)]
+distnb.PerReplica(tree)"""
+
+
+def replayed(what: str) -> str:
+    return f"%%distribute mirrored\n# replay: {what}"
+
+
+CELLS = {
+    "setup": SETUP,
+    "curves": replayed("train 4"),
+    "progress": replayed("progress 2"),
+    "figures": replayed("figures"),
+    "fails": replayed("train 0.5 1"),
+    "floods": replayed("flood 2"),
+    "values": VALUES,
+    "drift": "distnb.Mirrored([torch.zeros(2), torch.ones(2)])",
+    "reloaded": replayed("train 3"),
+    "restarted": replayed("train 60"),
+    "after": "6 * 7",
+    "missed": replayed("train 0.5"),
+    "waits": "import time, pathlib\nwhile not pathlib.Path('.gone').exists():\n    time.sleep(0.01)",
+    **{f"later {number}": f"{number} * 7" for number in range(5)},
+    "done": "pathlib.Path('.done').touch()",
+    "open": "len(get_ipython()._distnb._front._open), 'views'",
+}
+AT = {name: index for index, name in enumerate(CELLS)}
+
+
+@pytest.fixture(scope="module")
+def notebook(chrome: Any, front_end: Server) -> Iterator[OpenNotebook]:
+    front_end.write("replayed.ipynb", list(CELLS.values()))
+    with OpenNotebook(chrome, front_end, "replayed.ipynb") as opened:
+        opened.run(AT["setup"])
+        yield opened
 
 
 def data_of(notebook: dict[str, Any], index: int) -> list[dict[str, Any]]:
@@ -31,94 +71,86 @@ def text_of(notebook: dict[str, Any], index: int, stream: str = "stdout") -> str
     )
 
 
-def test_curves_grow_and_remain_after_the_cell(chrome: Any, lab: Server) -> None:
-    lab.write("live.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 4"])
-    with OpenNotebook(chrome, lab, "live.ipynb") as notebook:
-        notebook.run(0)
-        view = notebook.output(1).locator(".distnb-live")
-        curve = view.locator("svg[data-name='loss'] path.line")
-        with notebook.held():
-            notebook.start(1)
-            curve.wait_for(timeout=60_000)
-            for _ in range(3):
-                length = len(curve.get_attribute("d"))
-                notebook.see(lambda length=length: len(curve.get_attribute("d")) > length)  # type: ignore[misc]
-            # Reduced values give one thick line, differing ones a thin line each.
-            notebook.see(lambda: view.locator("svg[data-name='local loss'] path.line").count() == 2)
-            assert curve.count() == 1
-            assert "running" in view.locator(".head").inner_text()
-            notebook.see(lambda: view.locator("table tr").count() == 3)
-            notebook.see(lambda: "examples/s" in view.locator("table").inner_text())
-            notebook.see(lambda: "epoch 1" in notebook.output(1).inner_text())
-            labels_are_apart_and_inside(notebook, view)
-            values_are_read_and_controls_work(notebook, view)
-            assert not is_light(colour_of(view))
-            notebook.command("apputils:change-theme", {"theme": "JupyterLab Dark"})
-            notebook.see(lambda: is_light(colour_of(view)))
-
-        notebook.wait(1)
-        notebook.see(lambda: view.locator("svg").count() == 0)
-        assert notebook.picture(1) > 100
-        saved = notebook.saved()
-        assert "[0-1] epoch 1" in text_of(saved, 1)
-        (data,) = data_of(saved, 1)
-        assert "widget-view" not in str(data)
-        assert "loss: " in "".join(data["text/plain"])
-        html = lab.notebooks / "live.html"
-        command = [sys.executable, "-m", "nbconvert", "--to", "html", str(notebook.path), "--output", str(html)]
-        subprocess.run(command, check=True, timeout=60, capture_output=True)
-        assert "data:image/svg+xml;base64," in html.read_text()
-
-    with OpenNotebook(chrome, lab, "live.ipynb") as again:  # reopened: not run, and untrusted
-        assert again.picture(1) > 100
-        badge = again.page.locator(".jp-Notebook .jp-Cell").nth(1).locator(".distnb-mark")
-        again.see(lambda: badge.inner_text() == "mirrored · ended")
-        pictures = again.output(1).locator("img[alt^='loss'], img[alt^='local loss']")
-        assert (
-            pictures.evaluate_all("all => all.map(each => each.offsetTop)")
-            == [pictures.first.evaluate("each => each.offsetTop")] * 2
-        ), "side by side"
+def sees(notebook: OpenNotebook, index: int, *texts: str) -> None:
+    """Wait until a cell shows all of these."""
+    for text in texts:
+        notebook.see(lambda text=text: text in notebook.output(index).inner_text().replace("\xa0", " "))  # type: ignore[misc]
 
 
-def labels_are_apart_and_inside(notebook: OpenNotebook, view: Any) -> None:
-    chart = view.locator("svg[data-name='loss']")
-    notebook.see(lambda: "3" in chart.locator("text").all_text_contents())  # the second of the epochs' labels
-    rows = chart.evaluate(
-        """svg => {
-            const edges = {};
-            for (const text of svg.querySelectorAll("text:not([text-anchor])")) {
-                const { left, right } = text.getBoundingClientRect();
-                (edges[text.getAttribute("y")] ??= []).push(left, right);
-            }
-            const { left, right } = svg.getBoundingClientRect();
-            return Object.values(edges).map(row => [left, ...row, right]);
-        }"""
-    )
-    assert len(rows) == 2
-    assert all(row == sorted(row) for row in rows)
+def test_curves_grow_and_remain_after_the_cell(notebook: OpenNotebook) -> None:
+    at = AT["curves"]
+    view = notebook.output(at).locator(".distnb-live")
+    loss, local_loss = chart(view, "loss"), chart(view, "local loss")
+    with notebook.held():
+        notebook.start(at)
+        loss.wait_for(timeout=60_000)
+        for _ in range(3):
+            count = steps_of(loss)
+            notebook.see(lambda count=count: steps_of(loss) > count)  # type: ignore[misc]
+        # Reduced values give one thick line, differing ones a thin line each.
+        notebook.see(lambda: lines_of(local_loss) == 2)
+        assert lines_of(loss) == 1
+        assert "running" in view.locator(".head").inner_text()
+        notebook.see(lambda: view.locator("table").last.locator("tr").count() == 3)
+        notebook.see(lambda: "examples/s" in view.locator("table").last.inner_text())
+        sees(notebook, at, "epoch 1")
+        notebook.see(lambda: len(label_rows(loss)[1]) >= 6)  # the second of the epochs' labels
+        assert all(row == sorted(row) for row in label_rows(loss)), "labels are apart, and inside"
+        values_are_read(notebook, local_loss)
+        controls_work(notebook, view, local_loss)
+        assert not is_light(colour_of(view))
+        notebook.command("apputils:change-theme", {"theme": "JupyterLab Dark"})
+        notebook.see(lambda: is_light(colour_of(view)))
+
+    notebook.wait(at)
+    notebook.see(lambda: view.locator("canvas").count() == 0)
+    assert notebook.picture(at) > 100
+    saved = notebook.saved()
+    assert "[0-1] epoch 1" in text_of(saved, at)
+    (data,) = data_of(saved, at)
+    assert "widget-view" not in str(data)
+    assert "loss: " in "".join(data["text/plain"])
+    assert "data:image/svg+xml;base64," in "".join(data["text/html"])
 
 
-def values_are_read_and_controls_work(notebook: OpenNotebook, view: Any) -> None:
-    chart = view.locator("figure").filter(has=notebook.page.locator("svg[data-name='local loss']"))
-    svg, tip = chart.locator("svg"), chart.locator(".tip")
-    notebook.see(lambda: chart.locator("path.epoch").count() > 0)
-    assert "local loss: last" in svg.get_attribute("aria-label")
-    svg.hover(position={"x": 150, "y": 60})
+def values_are_read(notebook: OpenNotebook, shown: Any) -> None:
+    plot, tip = shown.locator(".plot"), shown.locator(".tip")
+    assert "local loss: last" in plot.get_attribute("aria-label")
+    shown.locator(".u-over").hover(position={"x": 100, "y": 60})
     notebook.see(lambda: all(text in tip.inner_text() for text in ("step", "[0]", "[1]")))
-    svg.focus()
+    plot.focus()
     notebook.page.keyboard.press("Home")
-    notebook.see(lambda: tip.inner_text().startswith("step 1 · epoch 1"))
+    notebook.see(lambda: "step 1 · epoch 1" in tip.inner_text())
     notebook.page.keyboard.press("ArrowRight")
-    notebook.see(lambda: tip.inner_text().startswith("step 2 · epoch 1"))
+    notebook.see(lambda: "step 2 · epoch 1" in tip.inner_text())
     notebook.page.keyboard.press("Escape")
     notebook.see(lambda: not tip.is_visible())
-    view.get_by_label("smoothing").fill("0.9")  # while the kernel is busy
-    notebook.see(lambda: chart.locator("path.raw").count() == 2)
-    assert chart.locator("path.line").count() == 2
+
+
+def controls_work(notebook: OpenNotebook, view: Any, shown: Any) -> None:
+    """Smooth, zoom, and choose the log scale, while the kernel is busy."""
+    view.get_by_label("smoothing").fill("0.9")
+    notebook.see(lambda: lines_of(shown, "raw") == 2)
+    assert lines_of(shown) == 2
     view.get_by_label("smoothing").fill("0")
     view.get_by_label("log scale").check()
-    notebook.see(lambda: "0.1" in chart.locator("svg text").all_text_contents())
+    notebook.see(lambda: "0.1" in shown.evaluate("figure => figure.plot.axes[1]._values"))
     view.get_by_label("log scale").uncheck()
+
+    def shown_steps() -> list[float]:
+        return list(shown.evaluate("({ plot }) => [plot.scales.x.min, plot.scales.x.max]"))
+
+    area = shown.locator(".u-over")
+    area.hover(position={"x": 60, "y": 60})
+    notebook.page.mouse.down()
+    area.hover(position={"x": 120, "y": 60})
+    notebook.page.mouse.up()
+    notebook.see(lambda: shown_steps()[0] > 1)
+    zoomed, count = shown_steps(), steps_of(shown)
+    notebook.see(lambda: steps_of(shown) > count)
+    assert shown_steps() == zoomed, "new steps do not move it"
+    area.dblclick()
+    notebook.see(lambda: shown_steps() == [1, steps_of(shown)])
 
 
 def colour_of(view: Any) -> str:
@@ -129,137 +161,151 @@ def is_light(color: str) -> bool:
     return int(color.removeprefix("rgb(").removeprefix("rgba(").split(",")[0]) > 128
 
 
-def test_progress_bars_figures_errors_and_floods_are_displayed(chrome: Any, lab: Server) -> None:
-    replayed = ("progress 2", "figures", "train 0.5 1", "flood 2")
-    cells = [SETUP, *(f"%%distribute mirrored\n# replay: {what}" for what in replayed), "6 * 7"]
-    lab.write("output.ipynb", cells)
-    with OpenNotebook(chrome, lab, "output.ipynb") as notebook:
-        notebook.run(0)
-        notebook.start(1)
-        notebook.page.wait_for_function("() => document.body.innerText.includes('[1it/s]')", timeout=60_000)
-        notebook.see(lambda: one_line_per_replica(notebook.output(1).inner_text()))
-        notebook.see(lambda: notebook.output(1).locator(".distnb-live .head").is_visible())
-        assert not notebook.output(1).locator(".controls").is_visible(), "there is no chart to control"
-        notebook.wait(1)
-        notebook.see(lambda: "100/100" in notebook.output(1).inner_text())
-        notebook.run(2)
-        notebook.see(lambda: notebook.output(2).locator(".distnb-replicas img").count() == 2)
-        notebook.run(3)
-        for text in ("ValueError: wrong shape", "failed"):
-            notebook.output(3).filter(has_text=text).wait_for(timeout=60_000)
-        assert "distnb/magics" not in notebook.output(3).inner_text()
-        notebook.run(4)
-        notebook.output(4).filter(has_text="the end").wait_for(timeout=60_000)
-        text = notebook.output(4).inner_text()
-        assert "left out" in text
-        assert text.count("\n") < 3_000
-        notebook.run(5)
-        notebook.see(lambda: "42" in notebook.output(5).inner_text())
+def test_progress_bars_figures_errors_and_floods_are_displayed(notebook: OpenNotebook) -> None:
+    at = AT["progress"]
+    notebook.start(at)
+    notebook.page.wait_for_function("() => document.body.innerText.includes('[1it/s]')", timeout=60_000)
+    notebook.see(lambda: one_line_per_replica(notebook.output(at).inner_text()))
+    notebook.see(lambda: notebook.output(at).locator(".distnb-live .head").is_visible())
+    assert not notebook.output(at).locator(".controls").is_visible(), "there is no chart to control"
+    notebook.wait(at)
+    sees(notebook, at, "100/100")
+    notebook.run(AT["figures"])
+    notebook.see(lambda: notebook.output(AT["figures"]).locator(".distnb-replicas img").count() == 2)
+    notebook.run(AT["fails"])
+    sees(notebook, AT["fails"], "ValueError: wrong shape", "failed")
+    assert "distnb/magics" not in notebook.output(AT["fails"]).inner_text()
+    notebook.run(AT["floods"])
+    sees(notebook, AT["floods"], "the end", "left out")
+    assert notebook.output(AT["floods"]).inner_text().count("\n") < 3_000
 
 
 def one_line_per_replica(shown: str) -> bool:
     return "[0]" in shown and "[1]" in shown and shown.count("|") == 4
 
 
-# -- with real engines: the main job ------------------------------------------------------------------------------------
-
-DEFINE = """
-import distnb, torch
-torch.manual_seed(0)
-LR = 0.05
-data = torch.utils.data.TensorDataset(torch.randn(256, 8), torch.randint(0, 3, (256,)))
-loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
-def make_model():
-    return torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
-"""
-TRAIN = """%%distribute mirrored
-import itertools, os, time
-from torch.nn import functional as F
-with strategy.scope():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-
-def train_step(batch):
-    x, y = batch
-    loss = distnb.nn.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"), global_batch_size=16)
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
-    time.sleep(0.02)
-    return loss
-
-def held():  # the page may be slower than the cell
-    seen = strategy.run(lambda: torch.tensor(float(os.path.exists(HELD))))
-    return strategy.reduce("sum", seen, axis=None) > 0
-
-for epoch in itertools.count():
-    for batch in strategy.distribute_dataset(loader):
-        losses = strategy.run(train_step, args=(batch,))
-        distnb.live(loss=strategy.reduce("sum", losses, axis=None), own=losses)
-    print("epoch", epoch)
-    if epoch >= 2 and not held():
-        break
-"""
-WIDGETS = """%%distribute mirrored
-import ipywidgets
-from tqdm.notebook import tqdm
-me, out = distnb.replica_id(), ipywidgets.Output()
-display(ipywidgets.HBox([ipywidgets.HTML(f"<b>bold {me}</b>"), ipywidgets.Button(description="press"), out]))
-with out:
-    print("captured", me)
-for _ in tqdm(range(3), desc=f"bar {me}"):
-    pass
-"""
+def test_values_are_drawn_as_trees_that_open_without_a_script(notebook: OpenNotebook) -> None:
+    notebook.run(AT["values"])
+    notebook.run(AT["drift"])
+    values_are_drawn(notebook)
 
 
-def test_a_mirrored_cell_shows_its_training_live(chrome: Any, lab: Server) -> None:
-    lab.write(
-        "train.ipynb",
-        [
-            "%load_ext distnb\n%distnb start -n 2",
-            f"HELD = {str(lab.held)!r}" + DEFINE,
-            TRAIN,
-            "losses",
-            WIDGETS,
-            "%distnb stop",
-        ],
-    )
-    with OpenNotebook(chrome, lab, "train.ipynb") as notebook:
-        notebook.run(0, 90)
-        notebook.see(lambda: "2 engines ready" in notebook.output(0).inner_text())
-        notebook.run(1, 60)
-        output = notebook.output(2)
-        view = output.locator(".distnb-live")
-        with notebook.held():
-            notebook.start(2)
-            view.locator("svg[data-name='loss'] path.line").wait_for(timeout=60_000)
-            notebook.see(lambda: view.locator("svg[data-name='own'] path.line").count() == 2)
-            words = ("replica", "device", "step", "examples/s", "memory", "cpu:0", "cpu:1")
-            notebook.see(lambda: all(word in view.locator("table").inner_text() for word in words))
-        notebook.wait(2, 90)
-        # Two charts, and the picture of the time.
-        notebook.see(lambda: output.locator("img[src^='data:image/svg+xml']").count() == 3)
-        output.filter(has_text="ended").wait_for(timeout=60_000)
-        notebook.see(lambda: same_last_epoch(lines_of_each(output.inner_text())))
-        notebook.run(3)
-        notebook.see(lambda: "replica" in notebook.output(3).inner_text().lower())
-        notebook.run(4)
-        notebook.see(lambda: shows_widgets(notebook.output(4)))
+def values_are_drawn(notebook: OpenNotebook) -> None:
+    output = notebook.output(AT["values"])
+    notebook.see(lambda: output.locator("details").count() == 2)
+    assert output.locator("details[open]").count() == 1
+    inner = output.locator("details details")
+    inner.locator("summary").click()
+    notebook.see(lambda: inner.get_attribute("open") is not None)
+    assert inner.locator("img[alt^='histogram from']").count() == 2
+    assert output.locator("img[alt^='Tensor (3, 30, 40) of']").count() == 2
+    output.evaluate("area => Promise.all([...area.querySelectorAll('img')].map(image => image.decode()))")
+    red = notebook.output(AT["drift"]).get_by_text("DRIFT: replica 1 differs from replica 0").first
+    red.wait_for(timeout=60_000)
+    assert str(red.evaluate("text => getComputedStyle(text).color")) == "rgb(239, 68, 68)"
+
+
+RUN_FROM = """index => {
+    window.jupyterapp.shell.currentWidget.content.activeCellIndex = index;
+    window.jupyterapp.commands.execute("notebook:run-all-below");
+}"""
+
+
+def test_a_page_reloaded_during_a_cell_shows_the_rest_of_its_output(notebook: OpenNotebook) -> None:
+    at = AT["reloaded"]
+    view = notebook.output(at).locator(".distnb-live")
+    with notebook.held():
+        notebook.start(at)
+        chart(view, "loss").wait_for(timeout=60_000)
         notebook.saved()
         notebook.reload()
-        notebook.see(lambda: shows_widgets(notebook.output(4)))  # the kernel provides their states
-        notebook._wait_for_kernel()
-        notebook.run(5)
+    # Front ends request widgets from the kernel like anything else, and it answers after the cell's end.
+    chart(view, "loss").wait_for(timeout=60_000)
+    notebook.see(lambda: "· ended ·" in view.locator(".head").inner_text())
+    notebook.see(lambda: lines_of(chart(view, "local loss")) == 2)
+    view.locator("details summary").click()
+    # The output that the page missed is there.
+    notebook.see(lambda: "epoch 3" in view.locator("details pre").inner_text())
+    notebook._wait_for_kernel()
+    for number in range(3):
+        notebook.run(AT[f"later {number}"])
+        sees(notebook, AT[f"later {number}"], str(number * 7))
+    assert chart(view, "loss").count() == 1, "nothing else is left of it: it stays"
 
 
-def shows_widgets(output: Any) -> bool:
-    shown = output.inner_text().replace("\u2007", " ")
-    texts = [f"{what} {replica}" for what in ("bold", "captured", "bar") for replica in (0, 1)]
-    return (
-        all(text in shown for text in texts)
-        and output.locator("button[disabled]", has_text="press").count() == 2
-        and output.locator(".progress-bar-success").count() == 2
-    )
+def test_a_page_that_missed_a_cells_end_shows_the_view_later(notebook: OpenNotebook, front_end: Server) -> None:
+    at = AT["missed"]
+    with notebook.held():
+        notebook.page.evaluate(RUN_FROM, at)
+        chart(notebook.output(at), "loss").wait_for(timeout=60_000)
+        notebook.saved()
+        notebook.page.goto("about:blank")
+    (front_end.notebooks / ".gone").touch()
+    notebook.see((front_end.notebooks / ".done").exists)
+    where = "lab/tree" if front_end.app == "lab" else "notebooks"
+    notebook.page.goto(f"{front_end.url}/{where}/{notebook.path.name}")
+    chart(notebook.output(at), "loss").wait_for(timeout=60_000)
+    notebook.see(lambda: "· ended ·" in notebook.output(at).locator(".head").inner_text())
+    assert "not found" not in notebook.shown()
+    notebook._wait_for_kernel()
+    notebook.run(AT["open"])
+    # Those that pages have replaced by pictures are closed.
+    sees(notebook, AT["open"], f"({notebook.page.locator('.distnb-live .controls').count()}, 'views')")
 
 
-def same_last_epoch(lines: list[list[str]]) -> bool:
-    first, second = (each[-1] if each else "" for each in lines)
-    return first == second and int(first.removeprefix("epoch ") or 0) >= 2
+def test_a_restarted_kernel_leaves_no_view_that_claims_to_run(notebook: OpenNotebook) -> None:
+    at = AT["restarted"]
+    notebook._wait_for_kernel()
+    notebook.run(AT["setup"])
+    notebook.start(at)
+    view = notebook.output(at).locator(".distnb-live")
+    chart(view, "loss").wait_for(timeout=60_000)
+    assert "· running ·" in view.locator(".head").inner_text()
+    panel, badge = panel_and_badge(notebook, at)
+    notebook.command("distnb:show-replicas")
+    sees_it_run(notebook, at)
+    context = "window.jupyterapp.shell.currentWidget.sessionContext"
+    notebook.page.evaluate(f"() => {context}.restartKernel()")
+    view.locator(".dot.died").wait_for(timeout=60_000)
+    notebook.see(lambda: "· the kernel ended ·" in view.locator(".head").inner_text())
+    assert chart(view, "loss").count() == 1
+    notebook.see(lambda: badge.inner_text() == "mirrored · 2 replicas · the kernel ended")
+    notebook.see(lambda: "has not loaded distnb" in panel.inner_text())
+    notebook.run(AT["after"])
+    sees(notebook, AT["after"], "42")
+    assert badge.inner_text() == "mirrored · 2 replicas · the kernel ended"
+
+    notebook.page.evaluate(f"() => {context}.shutdown()")
+    notebook.see(lambda: "and its engines have ended" in panel.inner_text())
+    panel.get_by_text("Start a kernel").click()
+    notebook.see(lambda: "has not loaded distnb" in panel.inner_text())
+
+
+def test_saved_pictures_and_values_are_shown_by_a_new_page(notebook: OpenNotebook) -> None:
+    notebook.saved()
+    notebook.page.set_viewport_size({"width": 1600, "height": 950})  # beside the panel
+    notebook.reload()
+    assert notebook.picture(AT["curves"]) > 100
+    _, badge = panel_and_badge(notebook, AT["curves"])
+    notebook.see(lambda: badge.inner_text() == "mirrored · ended")
+    pictures = notebook.output(AT["curves"]).locator("img[alt^='loss'], img[alt^='local loss']")
+    tops = pictures.evaluate_all("all => all.map(each => each.offsetTop)")
+    assert len(tops) == 2
+    assert len(set(tops)) == 1, "side by side"
+    values_are_drawn(notebook)
+
+
+def panel_and_badge(notebook: OpenNotebook, index: int) -> tuple[Any, Any]:
+    """Return the extension's panel, and the badge of a cell."""
+    cell = notebook.page.locator(".jp-Notebook .jp-Cell").nth(index)
+    return notebook.page.locator(".distnb-panel"), cell.locator(".distnb-mark")
+
+
+def sees_it_run(notebook: OpenNotebook, index: int) -> None:
+    panel, badge = panel_and_badge(notebook, index)
+    notebook.see(lambda: panel.locator(".distnb-engine .distnb-mod-running").count() == 2)
+    notebook.see(lambda: panel.get_by_role("img", name="local loss: [0]").count() == 1)
+    notebook.see(lambda: "GB memory" in panel.inner_text())
+    assert notebook.page.locator(".jp-Notebook .jp-Cell[data-distnb=running]").count() == 1
+    assert badge.inner_text() == "mirrored · 2 replicas · running"
+    assert badge.get_attribute("title").startswith("replica 0 on cpu:0: running\nreplica 1")

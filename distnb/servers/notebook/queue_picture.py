@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from distnb.widgets.picture import svg
+
 __all__ = ["queue_picture"]
 
 _COLORS = {"done": "#10b981", "failed": "#ef4444", "cancelled": "#ca8a04", "running": "#3b82f6", "waiting": "#a3a3a3"}
@@ -21,10 +23,7 @@ def queue_picture(counts: Mapping[str, int], also: str = "") -> str:
             the legend only.
         also: A text for the right end of the legend.
     """
-    look = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-    font = 'font-family="system-ui,sans-serif" font-size="10"'
-    drawn = "".join([*_bar(counts), *_legend(counts, also)])
-    return f'<svg xmlns="http://www.w3.org/2000/svg" class="queue" {look} {font}>{drawn}</svg>'
+    return svg([*_bar(counts), *_legend(counts, also)], _WIDTH, _HEIGHT, more='class="queue"')
 
 
 def _bar(counts: Mapping[str, int]) -> Iterator[str]:

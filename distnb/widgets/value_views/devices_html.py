@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 
+from distnb.views.chart_model import COLORS
 from distnb.views.devices_model import DevicesModel, MemoryPool
-from distnb.views.wording import filled, html_table, human_bytes
-from distnb.widgets.picture import as_image
+from distnb.views.wording import filled, html_table, human_bytes, text_table
+from distnb.widgets.picture import as_image, svg
 
 __all__ = ["devices_html", "devices_text"]
 
-_COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#06b6d4", "#ca8a04", "#ec4899", "#ef4444")
 _GREY = "#808080"
 _WIDTH, _HEIGHT = 560, 16
 _CHARACTERS = 40
@@ -26,10 +26,7 @@ def devices_html(model: DevicesModel) -> str:
 
 def devices_text(model: DevicesModel) -> str:
     """Return the table and the memory bars as plain text."""
-    header, rows = filled(_COLUMNS, _rows(model))
-    shown = [header, *rows]
-    widths = [max(len(row[place]) for row in shown) for place in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
+    lines = text_table(*filled(_COLUMNS, _rows(model)))
     for memory in model.memories:
         taken = round((memory.total - memory.free) / (memory.total or 1) * _CHARACTERS)
         own = min(taken, round(sum(memory.used.values()) / (memory.total or 1) * _CHARACTERS))
@@ -44,7 +41,7 @@ def _rows(model: DevicesModel) -> list[list[str]]:
 
 def _bar(memory: MemoryPool) -> str:
     """Draw a memory as a bar: the bytes used by each engine, those used by other processes, and the free bytes."""
-    parts = [*((name, nbytes, _COLORS[i % len(_COLORS)], 0.75) for i, (name, nbytes) in enumerate(memory.used.items()))]
+    parts = [*((name, nbytes, COLORS[i % len(COLORS)], 0.75) for i, (name, nbytes) in enumerate(memory.used.items()))]
     parts.append(("others", memory.others, _GREY, 0.45))
     drawn, begin, scale = [], 0.0, _WIDTH / (memory.total or 1)
     for name, nbytes, color, opacity in parts:
@@ -57,10 +54,6 @@ def _bar(memory: MemoryPool) -> str:
             )
         begin += width
     frame = f'<rect x=".5" y=".5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}" rx="3" fill="none" stroke="{_GREY}"/>'
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(drawn)}{frame}</svg>'
-    )
     legend = [
         f'<span style="color:{color}">■</span> {html.escape(name)}: {human_bytes(nbytes)}'
         for name, nbytes, color, _ in parts
@@ -68,5 +61,5 @@ def _bar(memory: MemoryPool) -> str:
     ]
     legend.append(f"free: {human_bytes(memory.free)} of {human_bytes(memory.total)}")
     caption = f"{html.escape(memory.name)}: {' · '.join(legend)}"
-    image = as_image(svg, f"{memory.name}: {memory.text}", wide=True)
+    image = as_image(svg([*drawn, frame], _WIDTH, _HEIGHT), f"{memory.name}: {memory.text}", wide=True)
     return f'<div style="color:{_GREY};margin-top:4px">{caption}</div>{image}'

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import html
-
 from distnb.views.wording import Html, short_number
+from distnb.widgets.picture import as_image, svg
 from distnb.wire.value_facts import Statistics
 
 __all__ = ["figures", "histogram"]
@@ -24,15 +22,10 @@ def histogram(statistics: Statistics | None) -> str:
         for place, count in enumerate(statistics.histogram)
         if count
     )
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}"><path d="{bars}" fill="#3b82f6"/>'
-        f'<path d="M0 {_HEIGHT - 0.5}H{_WIDTH}" stroke="#808080" stroke-opacity=".5"/></svg>'
-    )
-    encoded = base64.b64encode(svg.encode()).decode()
-    alt = html.escape(f"histogram from {short_number(statistics.low)} to {short_number(statistics.high)}", quote=True)
-    look = f'width="{_WIDTH}" height="{_HEIGHT}" style="vertical-align:middle;min-width:96px;max-width:none"'
-    return Html(f'<img src="data:image/svg+xml;base64,{encoded}" alt="{alt}" {look}>')
+    line = f'<path d="M0 {_HEIGHT - 0.5}H{_WIDTH}" stroke="#808080" stroke-opacity=".5"/>'
+    drawn = svg([f'<path d="{bars}" fill="#3b82f6"/>', line], _WIDTH, _HEIGHT)
+    alt = f"histogram from {short_number(statistics.low)} to {short_number(statistics.high)}"
+    return Html(as_image(drawn, alt, style="vertical-align:middle;min-width:96px;max-width:none"))
 
 
 def figures(statistics: Statistics | None) -> tuple[str, str, str]:

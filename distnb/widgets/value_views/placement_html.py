@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from distnb.views.placement_model import PlacedPart, PlacedTensor, PlacementModel, bounds_text
-from distnb.views.wording import filled, html_table, human_bytes
+from distnb.views.wording import filled, html_table, human_bytes, text_table
 from distnb.widgets.picture import as_image
 from distnb.widgets.value_views.placement_picture import grids, placement_svg
 
@@ -52,9 +52,7 @@ def placement_text(model: PlacementModel) -> str:
     for tensor in _split(model.tensors):
         lines += _drawn(tensor)
     header, rows = filled(_COLUMNS, _rows(model.tensors))
-    shown = [tuple(header), *rows[:_MOST_ROWS]] if rows else []
-    widths = [max(len(row[place]) for row in shown) for place in range(len(header))]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
+    lines += text_table(header, rows[:_MOST_ROWS]) if rows else []
     return "\n".join([*lines, *model.notes])
 
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from distnb.views.placement_model import PlacedPart, PlacedTensor
+from distnb.widgets.picture import svg
 
 __all__ = ["grids", "placement_svg"]
 
@@ -51,9 +52,7 @@ def placement_svg(tensor: PlacedTensor) -> str:
         caption = f'<text x="{_LEFT}" y="12" fill="{_GREY}">{html.escape(title)}</text>' if title else ""
         parts.append(f'<g transform="translate(0 {top})">{caption}{picture}</g>')
         top += height
-    look = f'width="{_WIDTH}" height="{top}" viewBox="0 0 {_WIDTH} {top}"'
-    font = 'font-family="system-ui,sans-serif" font-size="11"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {look} {font}>{"".join(parts)}</svg>'
+    return svg(parts, _WIDTH, top, font_size=11)
 
 
 def _colors(tensor: PlacedTensor) -> Mapping[str, str]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from distnb.topology import Device, Team
 from distnb.widgets import front as front_module
 from distnb.widgets.front import Front
 from distnb.widgets.publisher import NotebookPublisher
 from distnb.wire.messages import Output, Status
+from tests.support.live_events import team_of
 from tests.support.processes import wait_until
 
-TEAM = Team(engines=(0,), devices=(Device("cpu", 0),), generation=1, store_host="", store_port=0)
+TEAM = team_of(1)
 
 
 class _Publisher(NotebookPublisher):

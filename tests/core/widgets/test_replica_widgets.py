@@ -37,6 +37,10 @@ def copy_of(model: str) -> str:
     return f"copy of {model}"
 
 
+def wrote(text: str, replica: int = 1) -> Output:
+    return Output(engine=replica, program=3, replica=replica, stream="stdout", text=text)
+
+
 class Sent(ReplicaWidgets):
     """Copies that record their messages to pages."""
 
@@ -84,13 +88,13 @@ def test_many_changes_are_merged_in_the_order_of_other_messages(emitted: list[An
     emitted.clear()
     for at in range(1, 100):
         bar.value, text.value = at, str(at)
-    emitted.append(Output(engine=1, program=3, replica=1, stream="stdout", text="between\n"))
+    emitted.append(wrote("between\n"))
     bar.value = 7
     joined = _joined(emitted)
     assert [getattr(event, "content", event) for event in joined] == [
         {"value": 99},
         {"value": "99"},
-        Output(engine=1, program=3, replica=1, stream="stdout", text="between\n"),
+        wrote("between\n"),
         {"value": 7},
     ]
 
@@ -149,29 +153,17 @@ def test_output_within_an_output_widget_belongs_to_it(emitted: list[Any], monkey
     out, label = ipywidgets.Output(), ipywidgets.Label("inner")
     widgets = Sent(monkeypatch)
     widgets.follow(emitted)
-    before, within = (
-        Output(engine=1, program=3, replica=1, stream="stdout", text="before\n"),
-        Output(engine=1, program=3, replica=1, stream="stdout", text="within\n"),
-    )
+    before, within = wrote("before\n"), wrote("within\n")
     assert widgets.capture(before) is before
     out.msg_id = "captures"
     out.append_stderr("appended\n")
     widgets.follow(emitted)
-    of_another = Output(engine=0, program=3, replica=0, stream="stdout", text="of another replica\n")
+    of_another = wrote("of another replica\n", replica=0)
     assert widgets.capture(of_another) is of_another
     assert widgets.capture(within) is None
     assert widgets.capture(within) is None
-    assert (
-        widgets.capture(
-            Display(
-                engine=1,
-                program=3,
-                replica=1,
-                data={VIEW: {"model_id": copy_of(label.model_id)}, "text/plain": "Label"},
-            )
-        )
-        is None
-    )
+    shown = {VIEW: {"model_id": copy_of(label.model_id)}, "text/plain": "Label"}
+    assert widgets.capture(Display(engine=1, program=3, replica=1, data=shown)) is None
     out.msg_id = ""
     widgets.follow(emitted)
     assert widgets.capture(before) is before

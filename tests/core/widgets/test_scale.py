@@ -16,9 +16,9 @@ from distnb.notebook.programs.outcome import Outcome
 from distnb.notebook.session import Session
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.live_views import PictureView
-from distnb.widgets.publisher import Publisher
 from distnb.wire.exchange import Described, Result
 from distnb.wire.messages import ProgramEnded, Reply, TelemetrySample
+from tests.support.live_events import Recorded
 from tests.support.processes import wait_until
 from tests.support.sessions import run_cell, started
 
@@ -139,25 +139,6 @@ def test_calls_return_the_results_of_all_replicas(session: Session) -> None:
         assert strategy.reduce("sum", result["loss"], axis=None).item() == sum(range(N))
 
 
-class _Texts(Publisher):
-    """A record of the text that a cell shows."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def write(self, stream: str, text: str) -> None:
-        self.text += text
-
-    def display(self, name: str, data: Any, metadata: Any, *, update: bool = False) -> None:
-        pass
-
-    def area(self, lines: tuple[str, ...]) -> None:
-        pass
-
-    def clear(self, wait: bool) -> None:
-        pass
-
-
 def test_output_and_telemetry_of_all_replicas_are_shown(session: Session) -> None:
     events: list[Any] = []
     unsubscribe = session.events.subscribe(events.append)
@@ -170,7 +151,7 @@ def test_output_and_telemetry_of_all_replicas_are_shown(session: Session) -> Non
         wait_until(lambda: getattr(events[-1], "state", "") == "ended", 10)
     finally:
         unsubscribe()
-    shown = _Texts()
+    shown = Recorded()
     view = CellView(shown, PictureView, N)
     for event in events:
         view.feed(event, 0.0)

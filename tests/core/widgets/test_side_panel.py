@@ -22,14 +22,12 @@ from distnb.cluster.local import terminal_socket
 from distnb.cluster.local.terminal_socket import TerminalSocket, ask, running
 from distnb.errors import NoClusterError
 from distnb.notebook.engines import EngineStatus
-from distnb.topology import Device, Team
 from distnb.views.chart_model import COLORS
 from distnb.views.live_model import LiveModel
 from distnb.widgets.panel.side_panel import SidePanel
 from distnb.widgets.panel.snapshot import mark_of, snapshot
-from distnb.wire.messages import Live, ProgramEnded, Status, TelemetrySample
-
-TEAM = Team(engines=(0, 1), devices=(Device("cpu", 0), Device("cpu", 1)), generation=1, store_host="", store_port=0)
+from distnb.wire.messages import ProgramEnded
+from tests.support.live_events import draw, sample, started
 
 
 def session(*states: str, hosts: tuple[str, str] = ("here", "here")) -> Any:
@@ -39,18 +37,12 @@ def session(*states: str, hosts: tuple[str, str] = ("here", "here")) -> Any:
     return SimpleNamespace(status=lambda: rows)
 
 
-def running_model() -> LiveModel:
-    model = LiveModel("mirrored")
-    model.feed(Status(program=1, state="started", team=TEAM), 0.0)
-    return model
-
-
 def kinds(state: dict[str, Any]) -> list[tuple[str, str]]:
     return [(engine["kind"], engine["state"]) for engine in state["engines"]]
 
 
 def test_states_of_engines_follow_replicas_and_processes() -> None:
-    model, idle = running_model(), session("idle", "idle")
+    model, idle = started(), session("idle", "idle")
     assert snapshot(None, None, {}, 0.0) == {"engines": None, "running": False, "head": None, "lines": [], "curves": []}
     assert kinds(snapshot(idle, None, {}, 0.0)) == [("idle", "idle")] * 2
     assert kinds(snapshot(idle, model, {}, 0.0)) == [("running", "running")] * 2
@@ -76,28 +68,12 @@ def test_a_stopping_cluster_is_not_listed() -> None:
     def status() -> Any:
         raise NoClusterError("stopped")
 
-    assert snapshot(SimpleNamespace(status=status), running_model(), {}, 0.0)["engines"] is None  # type: ignore[arg-type]
+    assert snapshot(SimpleNamespace(status=status), started(), {}, 0.0)["engines"] is None  # type: ignore[arg-type]
 
 
 def test_machines_are_named_if_there_are_several() -> None:
-    state = snapshot(
-        session("idle", "idle", hosts=("a", "b")),
-        None,
-        {
-            1: TelemetrySample(
-                engine=1,
-                program=1,
-                replica=1,
-                seconds=0.0,
-                steps=0,
-                examples=0,
-                rss_nbytes=5,
-                device_nbytes=7,
-                host_nbytes=9,
-            )
-        },
-        0.0,
-    )
+    known = {1: sample(1, 0.0, rss_nbytes=5, device_nbytes=7, host_nbytes=9)}
+    state = snapshot(session("idle", "idle", hosts=("a", "b")), None, known, 0.0)
     assert [engine["place"] for engine in state["engines"]] == ["cpu:0 of a", "cpu:1 of b"]
     assert [engine["memory"] for engine in state["engines"]] == [
         [],
@@ -106,10 +82,10 @@ def test_machines_are_named_if_there_are_several() -> None:
 
 
 def test_curves_are_thinned_to_their_latest_point_and_are_json() -> None:
-    model = running_model()
+    model = started()
     for step in range(1, 501):
         value = math.nan if step == 500 else float(step)
-        model.feed(Live(engine=0, program=1, replica=0, points=((step, 0, {"loss": value}),)), 0.0)
+        draw(model, (step, 0, {"loss": value}))
     state = json.loads(json.dumps(snapshot(None, model, {}, 0.0), allow_nan=False))
     (line,) = state["curves"][0]["lines"]
     assert len(line["points"]) <= 60

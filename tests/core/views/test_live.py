@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import sys
 import xml.etree.ElementTree as ET
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 
 from distnb.errors import OptionError
 from distnb.runtime.this_process import this_process
-from distnb.topology import Device, Team
 from distnb.values import PerReplica
 from distnb.views.live_model import HERE, MOST_POINTS, Curve, Line, LiveCall, LiveModel
 from distnb.views.wording import short_number
@@ -22,11 +20,10 @@ from distnb.watching.live import TextProgress, live
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, picture_bundle, plain_summary, replica_table
 from distnb.widgets.live_views import TextView
-from distnb.widgets.picture import nice_ticks, pictures, short_name
+from distnb.widgets.picture import nice_ticks, pictures
 from distnb.widgets.publisher import TerminalPublisher
-from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
-
-TEAM = Team(engines=(0, 1), devices=(Device("cpu", 0), Device("cpu", 1)), generation=1, store_host="", store_port=0)
+from distnb.wire.messages import Died, ProgramEnded, Status
+from tests.support.live_events import draw, sample, started, team_of
 
 
 @pytest.fixture
@@ -36,28 +33,10 @@ def points(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return taken
 
 
-def started(replicas: int = 2) -> LiveModel:
-    model = LiveModel("mirrored")
-    team = Team(
-        engines=tuple(range(replicas)),
-        devices=tuple(Device("cpu", i) for i in range(replicas)),
-        generation=1,
-        store_host="",
-        store_port=0,
-    )
-    model.feed(Status(program=1, state="started", team=team), 0.0)
-    return model
-
-
 def test_late_values_of_a_replica_are_compared_with_earlier_ones_of_others() -> None:
     model = LiveModel()
-    model.feed(
-        Live(engine=1, program=1, replica=1, points=tuple((step, 0, {"loss": 1.0 / step}) for step in range(1, 28))),
-        0.0,
-    )
-    model.feed(
-        Live(engine=0, program=1, replica=0, points=tuple((step, 0, {"loss": 2.0 / step}) for step in range(1, 4))), 0.0
-    )
+    draw(model, *((step, 0, {"loss": 1.0 / step}) for step in range(1, 28)), replica=1)
+    draw(model, *((step, 0, {"loss": 2.0 / step}) for step in range(1, 4)))
     assert model.curves["loss"].differs
     assert len(model.curves["loss"].shown()) == 2
 
@@ -65,25 +44,13 @@ def test_late_values_of_a_replica_are_compared_with_earlier_ones_of_others() -> 
 # -- distnb.live -----------------------------------------------------------------------------------------------------
 
 
-def test_the_error_for_an_unreadable_number_keeps_its_reason(points: list[dict[str, Any]]) -> None:
-    with pytest.raises(RuntimeError, match="meta"):
-        live(loss=torch.ones((), device="meta"))
-    assert points == []
-
-
-def test_numbers_reach_the_sink(points: list[dict[str, Any]]) -> None:
-    live(loss=0.5, step=3, flag=True)
-    live()
-    assert points == [{"loss": 0.5, "step": 3.0, "flag": 1.0}]
-
-
-def test_tensors_and_arrays_are_read_at_once_on_the_cpu(points: list[dict[str, Any]]) -> None:
-    torch = pytest.importorskip("torch")
+def test_numbers_tensors_and_arrays_are_read_at_once(points: list[dict[str, Any]]) -> None:
     loss = torch.tensor(2.0, requires_grad=True)
-    live(loss=loss, one=torch.ones(1, 1), array=torch.tensor(3).numpy())
+    live(loss=loss, one=torch.ones(1, 1), array=torch.tensor(3).numpy(), step=3, flag=True)
+    live()
     with torch.no_grad():
         loss.add_(1)
-    assert points == [{"loss": 2.0, "one": 1.0, "array": 3.0}]
+    assert points == [{"loss": 2.0, "one": 1.0, "array": 3.0, "step": 3.0, "flag": 1.0}]
 
 
 def test_a_replica_reports_its_own_component_and_the_notebook_all(points: list[dict[str, Any]]) -> None:
@@ -92,17 +59,18 @@ def test_a_replica_reports_its_own_component_and_the_notebook_all(points: list[d
     assert points == [{"loss": 0.5}, {"loss": {0: 0.5, 1: 0.7}}]
 
 
-@pytest.mark.parametrize("value", ["text", [1, 2], None, {"a": 1}, 1j])
-def test_non_scalar_values_are_refused(points: list[dict[str, Any]], value: Any) -> None:
-    with pytest.raises(OptionError, match="draws single numbers"):
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        *((value, OptionError, "draws single numbers") for value in ("text", [1, 2], None, {"a": 1}, 1j)),
+        (torch.zeros(2, 3), OptionError, r"shape \[2, 3\].*mean"),
+        (torch.ones((), device="meta"), RuntimeError, "meta"),
+    ],
+)
+def test_other_values_are_refused(points: list[dict[str, Any]], value: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
         live(loss=value)
     assert points == []
-
-
-def test_a_tensor_of_several_elements_names_the_cure(points: list[dict[str, Any]]) -> None:
-    torch = pytest.importorskip("torch")
-    with pytest.raises(OptionError, match=r"shape \[2, 3\].*mean"):
-        live(loss=torch.zeros(2, 3))
 
 
 class Terminal(io.StringIO):
@@ -165,32 +133,11 @@ def test_nan_on_all_replicas_is_equal() -> None:
     assert not curve.differs
 
 
-def test_live_events_become_curves_and_rows() -> None:
-    model = started()
-    for replica in (0, 1):
-        model.feed(
-            Live(engine=replica, program=1, replica=replica, points=((1, 0, {"loss": 2.0}), (2, 0, {"loss": 1.0}))), 0.3
-        )
-    assert [point[:2] for point in model.curves["loss"].lines[0].points] == [(1, 2.0), (2, 1.0)]
-    assert model.rows[1].values == {"loss": 1.0}
-
-
 def test_steps_continue_across_the_programs_of_a_cell() -> None:
     model = LiveModel(counted_before={0: (100, 0)})
     for program in range(1, 4):
-        model.feed(Live(engine=0, program=program, replica=0, points=((100 + program, program, {"loss": 1.0}),)), 0.0)
-        model.feed(
-            TelemetrySample(
-                engine=0,
-                program=program,
-                replica=0,
-                seconds=0.1 * program,
-                steps=100 + program,
-                examples=16 * program,
-                rss_nbytes=10,
-            ),
-            0.0,
-        )
+        draw(model, (100 + program, program, {"loss": 1.0}), program=program)
+        model.feed(sample(0, 0.1 * program, program=program, steps=100 + program, examples=16 * program), 0.0)
     assert [point[0] for point in model.curves["loss"].lines[0].points] == [1, 2, 3]
     assert (model.rows[0].steps, model.rows[0].examples) == (3, 48)
 
@@ -198,12 +145,7 @@ def test_steps_continue_across_the_programs_of_a_cell() -> None:
 def test_a_replaced_engine_counts_from_the_beginning() -> None:
     model = LiveModel(counted_before={0: (100, 1600)})
     for steps in range(0, 300, 50):  # beyond the count of its predecessor
-        model.feed(
-            TelemetrySample(
-                engine=0, program=1, replica=0, seconds=0.01 * steps, steps=steps, examples=16 * steps, rss_nbytes=10
-            ),
-            0.01 * steps,
-        )
+        model.feed(sample(0, 0.01 * steps, steps=steps, examples=16 * steps), 0.01 * steps)
     assert (model.rows[0].steps, model.rows[0].examples) == (250, 4000)
     assert model.rows[0].examples_per_second() == pytest.approx(1600)
 
@@ -212,27 +154,14 @@ def test_rates_are_computed_from_counts() -> None:
     model = started()
     for tick in range(11):
         for replica in (0, 1):
-            model.feed(
-                TelemetrySample(
-                    engine=replica,
-                    program=1,
-                    replica=replica,
-                    seconds=tick * 0.2,
-                    steps=tick * 10,
-                    examples=tick * 160,
-                    rss_nbytes=1_000_000,
-                ),
-                tick * 0.2,
-            )
+            model.feed(sample(replica, tick * 0.2, steps=tick * 10, examples=tick * 160), tick * 0.2)
     assert [row.examples_per_second() for row in model.rows.values()] == pytest.approx([800, 800])
     assert head_text(model, 2.0) == "mirrored · 2 replicas · running · 2.0 s · step 100 · 1,600 examples/s"
 
 
 def test_unknown_columns_are_left_out() -> None:
     model = started()
-    model.feed(
-        TelemetrySample(engine=0, program=1, replica=0, seconds=0.2, steps=0, examples=0, rss_nbytes=1_000_000), 0.2
-    )
+    model.feed(sample(), 0.2)
     assert replica_table(model)[0] == ["replica", "device", "memory"]
 
 
@@ -242,52 +171,47 @@ def test_rows_show_the_states_of_replicas() -> None:
     model.feed(ProgramEnded(engine=0, program=1, status="error", summary="ValueError: no"), 1.0)
     model.feed(Died(1, 4711, "was killed by SIGKILL"), 1.0)
     assert (model.rows[0].state, model.rows[1].state) == ("failed", "died")
-    model.feed(Status(program=1, state="ended", team=TEAM, text="failed"), 1.1)
+    model.feed(Status(program=1, state="ended", team=team_of(2), text="failed"), 1.1)
     model.end(1.1, failed=True)
     assert model.state == "failed"
     assert model.seconds(99.0) == pytest.approx(1.1)
 
 
-def test_an_interrupted_cell_shows_where_its_replicas_were() -> None:
+def test_the_places_of_interrupted_and_failed_replicas_are_shown() -> None:
     model = started()
     for replica in (0, 1):
-        model.feed(
-            TelemetrySample(
-                engine=replica,
-                program=1,
-                replica=replica,
-                seconds=0.2,
-                steps=0,
-                examples=0,
-                rss_nbytes=1_000_000,
-                where=f"cell 3, line {replica}",
-            ),
-            0.2,
-        )
+        model.feed(sample(replica, where=f"cell 3, line {replica}"), 0.2)
         model.feed(ProgramEnded(engine=replica, program=1, status="interrupted"), 0.3)
-    model.feed(Status(program=1, state="ended", team=TEAM, text="failed"), 0.4)
+    model.feed(Status(program=1, state="ended", team=team_of(2), text="failed"), 0.4)
     model.end(0.4, failed=True)
     assert "· interrupted ·" in head_text(model, 1.0)
     for part in ("cell 3, line 0", "cell 3, line 1"):
         assert part in picture_bundle(model, 1.0)["text/html"]
 
-
-def test_points_of_the_notebook_are_shown() -> None:
-    model = LiveModel("default")
-    model.feed_local(LiveCall(point={"loss": 1.0}, place=(0, 0)), 0.0)
-    model.feed_local(LiveCall(point={"loss": {0: 1.0, 1: 2.0}}, place=(0, 0)), 0.1)
-    assert set(model.curves["loss"].lines) == {0, 1}
+    model = started()
+    for replica in (0, 1):
+        model.feed(sample(replica, where="cell 3, line 9"), 0.2)
+    model.feed(ProgramEnded(engine=1, program=1, status="error", summary="ValueError: no", where="cell 2, line 4"), 0.3)
+    model.feed(ProgramEnded(engine=0, program=1, status="aborted"), 0.3)
+    assert {row[0]: row[-1] for row in replica_table(model)[1]} == {"0": "cell 3, line 9", "1": "cell 2, line 4"}
 
 
 # -- pictures --------------------------------------------------------------------------------------------------------
 
 
-def trained(replicas: int = 2) -> LiveModel:
-    model = started(replicas)
-    for replica in range(replicas):
-        points = tuple((s, 0, {"loss": 1 / s, "own <loss>": 1 / s + 0.1 * replica}) for s in range(1, 50))
-        model.feed(Live(engine=replica, program=1, replica=replica, points=points), 0.1)
+def trained() -> LiveModel:
+    model = started()
+    for replica in (0, 1):
+        points = ((s, 0, {"loss": 1 / s, "own <loss>": 1 / s + 0.1 * replica}) for s in range(1, 50))
+        draw(model, *points, replica=replica)
     return model
+
+
+def drawn(*values: float) -> ET.Element:
+    """Return the picture of a curve."""
+    model = started(1)
+    draw(model, *((step, 0, {"x": value}) for step, value in enumerate(values)))
+    return ET.fromstring(pictures(model)["x"])
 
 
 def test_a_picture_is_well_formed_and_thick_where_reduced() -> None:
@@ -303,28 +227,17 @@ def test_a_picture_is_well_formed_and_thick_where_reduced() -> None:
 
 @pytest.mark.parametrize("values", [[0.0], [1.0, 1.0], [math.nan], [math.inf, 1.0], [1e-30, 2e-30], [-5.0, 1e12]])
 def test_odd_values_are_drawn(values: list[float]) -> None:
-    model = started(1)
-    model.feed(
-        Live(engine=0, program=1, replica=0, points=tuple((i, 0, {"x": value}) for i, value in enumerate(values))), 0.0
-    )
-    text = pictures(model)["x"]
-    ET.fromstring(text)
-    assert "nan" not in re.sub(r">nan|last nan", "", text)  # nan appears only as text
+    assert not any("nan" in attribute for part in drawn(*values).iter() for attribute in part.attrib.values())
 
 
 def test_an_error_has_its_own_line_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     view = CellView(TerminalPublisher(), TextView)
-    team = Team(engines=(0,), devices=(Device("cpu", 0),), generation=1, store_host="", store_port=0)
-    view.feed(Status(program=1, state="started", team=team), 0.0)
+    view.feed(Status(program=1, state="started", team=team_of(1)), 0.0)
     view.tick(1.0)
     assert "running" in terminal.getvalue()
-    view.feed(Status(program=1, state="ended", team=team, text="failed"), 2.0)
+    view.feed(Status(program=1, state="ended", team=team_of(1), text="failed"), 2.0)
     view.flush(2.0)
     view.tick(3.0)
     assert terminal.getvalue().rsplit("\r", 2)[1].isspace(), "the line is not wiped"
@@ -333,30 +246,29 @@ def test_an_error_has_its_own_line_in_a_terminal(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_line_has_a_gap_at_values_that_are_not_finite() -> None:
-    model = started(1)
-    values = (1.0, 2.0, math.nan, math.inf, 3.0, math.nan, 4.0, 5.0)
-    model.feed(
-        Live(engine=0, program=1, replica=0, points=tuple((i, 0, {"x": value}) for i, value in enumerate(values))), 0.0
-    )
-    (line,) = [path.get("d", "") for path in ET.fromstring(pictures(model)["x"]).iter() if path.get("class") == "line"]
+    picture = drawn(1.0, 2.0, math.nan, math.inf, 3.0, math.nan, 4.0, 5.0)
+    (line,) = [path.get("d", "") for path in picture.iter() if path.get("class") == "line"]
     assert [part.count("L") for part in line.split("M")[1:]] == [1, 0, 1]
+
+
+def test_values_that_are_not_finite_are_marked_and_never_hidden() -> None:
+    picture = drawn(*(math.nan if step == 700 else 1.0 + step for step in range(3000)))
+    (mark,) = [path for path in picture.iter() if path.get("class") == "mark"]
+    assert mark.get("d", "").count("M") == 1
+    assert "nan" in "".join(picture.itertext())
+    assert not [path for path in ET.fromstring(pictures(trained())["loss"]).iter() if path.get("class") == "mark"]
 
 
 def test_long_names_leave_room_for_the_values() -> None:
     name = "validation/" + "layer/" * 10 + "loss"
-    model = started(2)
-    model.feed(Live(engine=0, program=1, replica=0, points=((1, 0, {name: 0.5}),)), 0.0)
-    model.feed(Live(engine=1, program=1, replica=1, points=((1, 0, {name: 0.25}),)), 0.0)
+    model = started()
+    draw(model, (1, 0, {name: 0.5}))
+    draw(model, (1, 0, {name: 0.25}), replica=1)
     (title, *_) = [text for text in ET.fromstring(pictures(model)[name]).iter() if text.tag.endswith("}text")]
     words = " ".join(title.itertext())
     assert len(words) < 85
     assert words.startswith("va")
     assert "loss 0.5 [0] 0.25 [1]" in words
-    assert short_name("loss", 0) == "loss"
-
-
-def test_a_cell_without_curves_has_no_picture() -> None:
-    assert pictures(started()) == {}
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.1, 0.123), (-3, 1000), (1e-9, 3e-9), (5, 5), (math.nan, 1)])
@@ -386,6 +298,7 @@ def test_the_saved_picture_needs_no_script() -> None:
 
 def test_a_cell_without_curves_leaves_one_line() -> None:
     model = started()
+    assert pictures(model) == {}
     model.end(3.0, failed=False)
     html = picture_bundle(model, 3.0)["text/html"]
     assert "<img" not in html
@@ -406,7 +319,7 @@ def test_values_reported_in_a_training_step_have_that_step() -> None:
         for step in range(1, 5):
             points += [(step, step, {"loss": 1 / step}), (step, step, {"loss": 2 / step}), (step, 0, {"rate": 0.1})]
         points.append((4, 0, {"accuracy": 0.9}))
-        model.feed(Live(engine=replica, program=1, replica=replica, points=tuple(points)), 0.1)
+        draw(model, *points, replica=replica)
     assert [step for step, _ in points_of(model, "loss")] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert [step for step, _ in points_of(model, "rate")] == [1, 2, 3, 4]
     assert points_of(model, "accuracy") == [(0, 0.1), (4, 0.9)]
@@ -415,65 +328,26 @@ def test_values_reported_in_a_training_step_have_that_step() -> None:
 
 def test_values_without_training_are_numbered_by_call() -> None:
     model = started(1)
-    points = [(0, 0, {name: float(i)}) for i in range(3) for name in ("a", "b")]
-    model.feed(Live(engine=0, program=1, replica=0, points=tuple(points)), 0.1)
-    model.feed(
-        Live(engine=1, program=1, replica=1, points=tuple((1, call, {"in run": float(call)}) for call in (1, 1, 2, 3))),
-        0.1,
-    )
+    draw(model, *((0, 0, {name: float(i)}) for i in range(3) for name in ("a", "b")))
+    draw(model, *((1, call, {"in run": float(call)}) for call in (1, 1, 2, 3)), replica=1)
     assert [points_of(model, name) for name in ("a", "b")] == [[(0, 0), (1, 1), (2, 2)]] * 2
     assert [step for step, _ in points_of(model, "in run", 1)] == [1, 1, 2, 3]
 
 
 def test_manual_updates_are_not_steps_and_are_aligned() -> None:
     model = started(1)
-    points = [each for call in (1, 2, 3) for each in ((1, call, {"inner": 1.0}), (0, 0, {"outer": 1.0}))]
-    model.feed(Live(engine=0, program=1, replica=0, points=tuple(points)), 0.1)
+    draw(model, *(each for call in (1, 2, 3) for each in ((1, call, {"inner": 1.0}), (0, 0, {"outer": 1.0}))))
     assert [step for step, _ in points_of(model, "inner")] == [1, 2, 3]
     assert [step for step, _ in points_of(model, "outer")] == [1, 2, 3]
 
 
 def test_steps_restart_in_each_cell() -> None:
     model = LiveModel(counted_before={0: (100, 1600), HERE: (50, 0)}, devices={0: "cuda:0"})
-    model.feed(Live(engine=0, program=7, replica=0, points=((101, 1, {"loss": 1.0}), (102, 2, {"loss": 0.5}))), 0.0)
+    draw(model, (101, 1, {"loss": 1.0}), (102, 2, {"loss": 0.5}), program=7)
     model.feed_local(LiveCall(point={"mine": 1.0}, place=(51, 0)), 0.0)
     model.feed_local(LiveCall(point={"mine": 2.0}, place=(52, 0)), 0.0)
     assert points_of(model, "loss") == [(1, 1.0), (2, 0.5)]
     assert points_of(model, "mine") == [(1, 1.0), (2, 2.0)]
     assert replica_table(model) == (["replica", "device", "loss", "mine"], [["0", "cuda:0", "0.5", "2"]])
-
-
-def test_a_failed_replica_shows_the_failing_line() -> None:
-    model = started()
-    for replica in (0, 1):
-        model.feed(
-            TelemetrySample(
-                engine=replica,
-                program=1,
-                replica=replica,
-                seconds=0.2,
-                steps=0,
-                examples=0,
-                rss_nbytes=1_000_000,
-                where="cell 3, line 9",
-            ),
-            0.2,
-        )
-    model.feed(ProgramEnded(engine=1, program=1, status="error", summary="ValueError: no", where="cell 2, line 4"), 0.3)
-    model.feed(ProgramEnded(engine=0, program=1, status="aborted"), 0.3)
-    rows = {row[0]: row[-1] for row in replica_table(model)[1]}
-    assert rows == {"0": "cell 3, line 9", "1": "cell 2, line 4"}
-
-
-def test_non_finite_values_are_marked_and_never_hidden() -> None:
-    model = started(1)
-    values = [math.nan if i == 700 else 1.0 + i for i in range(1, 3000)]
-    model.feed(
-        Live(engine=0, program=1, replica=0, points=tuple((i, 0, {"x": value}) for i, value in enumerate(values, 1))),
-        0.0,
-    )
-    root = ET.fromstring(pictures(model)["x"])
-    (mark,) = [path for path in root.iter() if path.get("class") == "mark"]
-    assert mark.get("d", "").count("M") == 1
-    assert "nan" in "".join(root.itertext())
-    assert not [path for path in ET.fromstring(pictures(trained())["loss"]).iter() if path.get("class") == "mark"]
+    model.feed_local(LiveCall(point={"each": {0: 1.0, 1: 2.0}}, place=(52, 0)), 0.1)
+    assert set(model.curves["each"].lines) == {0, 1}

@@ -14,11 +14,12 @@ from distnb import activity
 from distnb.activity import Arrival, Event
 from distnb.engine.output.telemetry import Telemetry, remember_cell
 from distnb.views.live_model import LiveModel
-from distnb.views.timeline_model import KINDS, TimelineModel, sentence
+from distnb.views.timeline_model import KINDS, Spent, TimelineModel, sentence
 from distnb.widgets.content import live_html, picture_bundle, plain_summary
 from distnb.widgets.timeline import Timeline
 from distnb.widgets.timeline_picture import gantt_picture, shares_picture, timeline_html
 from distnb.wire.messages import TelemetrySample
+from tests.support import live_events
 
 STEP_S = 0.040
 
@@ -56,17 +57,7 @@ def trained(
 
 def sample(replica: int, events: tuple[Event, ...], **more: Any) -> TelemetrySample:
     known = {"machine": "a", "processors": 2, **more}
-    return TelemetrySample(
-        engine=replica,
-        program=1,
-        replica=replica,
-        seconds=events[-1].end - 100.0,
-        steps=12,
-        examples=0,
-        rss_nbytes=10,
-        events=events,
-        **known,
-    )
+    return live_events.sample(replica, events[-1].end - 100.0, steps=12, events=events, **known)
 
 
 def model_of(events: list[tuple[Event, ...]], **more: Any) -> TimelineModel:
@@ -76,9 +67,14 @@ def model_of(events: list[tuple[Event, ...]], **more: Any) -> TimelineModel:
     return model
 
 
-def shares(model: TimelineModel, replica: int) -> dict[str, float]:
-    spent = model.spent()
+def spent_of(model: TimelineModel, steps: int = 10) -> Spent:
+    spent = model.spent(steps)
     assert spent is not None
+    return spent
+
+
+def shares(model: TimelineModel, replica: int) -> dict[str, float]:
+    spent = spent_of(model)
     return {kind: round(spent.seconds[replica][kind] / (spent.end - spent.begin), 3) for kind in KINDS}
 
 
@@ -93,8 +89,7 @@ def test_a_sleeping_replica_is_the_straggler() -> None:
     assert shares(model, 1) == pytest.approx(
         {"compute": 0.95, "waiting": 0, "communication": 0.05, "input": 0, "idle": 0}
     )
-    spent = model.spent()
-    assert spent is not None
+    spent = spent_of(model)
     assert (spent.steps, spent.step_s) == (10, pytest.approx(STEP_S))
     assert sentence(spent) == (
         "A step takes 40 ms: 60% compute, 35% waiting for others, 5% communication. Replica 1 is the straggler: "
@@ -102,18 +97,12 @@ def test_a_sleeping_replica_is_the_straggler() -> None:
     )
 
 
-def test_the_other_replicas_wait_for_the_straggler() -> None:
-    spent = model_of(trained([0.010, 0.010, 0.038, 0.010])).spent()
-    assert spent is not None
-    assert "Replica 2 is the straggler: the others wait 28 ms a step for it, since" in sentence(spent)
-
-
-def test_equal_replicas_have_no_straggler() -> None:
-    model = model_of(trained([0.010, 0.010, 0.010]))
-    spent = model.spent()
-    assert spent is not None
-    assert spent.straggler is None
-    assert sentence(spent) == "A step takes 12 ms: 83% compute, 17% communication."
+def test_the_straggler_of_several_replicas_is_named_and_equal_ones_have_none() -> None:
+    several = sentence(spent_of(model_of(trained([0.010, 0.010, 0.038, 0.010]))))
+    assert "Replica 2 is the straggler: the others wait 28 ms a step for it, since" in several
+    equal = spent_of(model_of(trained([0.010, 0.010, 0.010])))
+    assert equal.straggler is None
+    assert sentence(equal) == "A step takes 12 ms: 83% compute, 17% communication."
 
 
 def test_replicas_that_wait_in_turn_have_no_straggler() -> None:
@@ -127,8 +116,7 @@ def test_replicas_that_wait_in_turn_have_no_straggler() -> None:
             own.append(("step", begin + 0.04, begin + 0.04, Arrival(at=0.0, number=step + 1)))
         numbered = tuple(Event(place + 1, *event[:3], *event[3]) for place, event in enumerate(own))
         events.append((*numbered, Event(serial=0, kind="program", begin=10.0, end=own[-1][2], at=0.0)))
-    spent = model_of(events).spent()
-    assert spent is not None
+    spent = spent_of(model_of(events))
     assert spent.straggler is None
     assert "no replica is the straggler" in sentence(spent)
 
@@ -137,8 +125,7 @@ def test_input_is_distinguished_and_may_make_a_straggler() -> None:
     quick, slow = trained([0.010, 0.040], input_s=0.0)[0], trained([0.010, 0.040], input_s=0.030)[1]
     model = model_of([quick, slow])
     assert shares(model, 1)["input"] == pytest.approx(0.030 / 0.042, abs=0.001)
-    spent = model.spent()
-    assert spent is not None
+    spent = spent_of(model)
     assert "since its input takes 30 ms longer" in sentence(spent)
 
 
@@ -151,8 +138,7 @@ def test_a_collective_within_a_read_counts_as_a_collective() -> None:
         Event(serial=0, kind="program", begin=-1.0, end=0.1, at=0.0),
     )
     model = model_of([events])
-    spent = model.spent()
-    assert spent is not None
+    spent = spent_of(model)
     assert spent.seconds[0] == pytest.approx(
         {"compute": 0.05, "communication": 0.03, "waiting": 0.0, "input": 0.02, "idle": 0.0}
     )
@@ -187,8 +173,7 @@ def test_missing_samples_allow_no_conclusion() -> None:
         model.feed(sample(replica, early[replica]))
     for replica in (0, 1):
         model.feed(sample(replica, late[replica][30:]))  # the samples do not join
-    spent = model.spent(1000)
-    assert spent is not None
+    spent = spent_of(model, 1000)
     assert spent.steps == 8
 
 
@@ -210,8 +195,7 @@ def test_steps_of_earlier_cells_are_ignored() -> None:
     model = TimelineModel()
     for replica, own in enumerate(trained([0.01, 0.01])):
         model.feed(sample(replica, own), 9)
-    spent = model.spent()
-    assert spent is not None
+    spent = spent_of(model)
     assert spent.steps == 2
     assert [number for _, number in model.pieces()[1]] == [1, 2, 3]
 
@@ -225,9 +209,7 @@ def test_shared_processors_are_reported_only_if_replicas_waited_for_them() -> No
             model.feed(sample(replica, early, queued_s=1.0))
             rest = (*own[1:-1], own[-1])
             model.feed(sample(replica, rest, queued_s=1.0 + queued * 0.29 * (replica < 2)))
-        spent = model.spent()
-        assert spent is not None
-        sentences.append(sentence(spent))
+        sentences.append(sentence(spent_of(model)))
     assert "processor" not in sentences[0]
     assert (
         "2 of 4 replicas were ready to compute, but had no processor, for 25% of their time: 4 replicas of a machine "
@@ -236,11 +218,9 @@ def test_shared_processors_are_reported_only_if_replicas_waited_for_them() -> No
 
 
 def test_time_without_steps_is_analysed_as_a_whole() -> None:
-    events = tuple(tuple(each for each in own if each.kind != "step") for own in trained([0.010, 0.038]))
-    spent = model_of(
-        [tuple(e._replace(serial=e.serial and i + 1) for i, e in enumerate(own)) for own in events]
-    ).spent()
-    assert spent is not None
+    kept = [[each for each in own if each.kind != "step"] for own in trained([0.010, 0.038])]
+    events = [tuple(each._replace(serial=each.serial and i + 1) for i, each in enumerate(own)) for own in kept]
+    spent = spent_of(model_of(events))
     assert spent.steps == 0
     assert sentence(spent).startswith("Of the last 4")
 
@@ -277,8 +257,7 @@ def test_nothing_is_shown_before_the_first_step() -> None:
 
 
 def test_bars_are_proportional_to_their_times() -> None:
-    spent = model_of(trained([0.010, 0.038])).spent()
-    assert spent is not None
+    spent = spent_of(model_of(trained([0.010, 0.038])))
     bars = [each for each in ET.fromstring(shares_picture(spent)).iter() if each.tag.endswith("}rect")]
     wide = {
         (each.get("class"), float(each.get("y", 0))): float(each.get("width", 0)) for each in bars if each.get("class")

@@ -36,9 +36,9 @@ from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import live_html, picture_bundle, replica_table
 from distnb.widgets.live_views import PictureView
 from distnb.widgets.panel.snapshot import mark_of
-from distnb.widgets.publisher import Publisher
 from distnb.widgets.timeline_picture import gantt_picture, shares_picture
 from distnb.wire.messages import Live, Output, ProgramEnded, Status, TelemetrySample, Waiting
+from tests.support.live_events import Recorded, sample, started
 
 STEP_S = 0.1
 
@@ -68,20 +68,9 @@ def sample_of(replica: int, steps: int, *, late_s: float = 0.0, waiting: Waiting
         events.append((2 * step + 1, "collective", arrived, end, arrived, *place))
         events.append((2 * step + 2, "step", end, end, end, "", step + 1, "", ""))
     program = Event(serial=0, kind="program", begin=ahead_s, end=ahead_s + STEP_S * steps)
-    return TelemetrySample(
-        engine=replica,
-        program=1,
-        replica=replica,
-        seconds=STEP_S * steps,
-        steps=steps,
-        examples=32 * steps,
-        rss_nbytes=10**9,
-        where=f"cell 1, line {steps}",
-        waiting=waiting,
-        events=(*events, tuple(program)),
-        machine=f"machine {machine}",
-        processors=8,
-    )
+    facts: dict[str, Any] = {"where": f"cell 1, line {steps}", "machine": f"machine {machine}", "processors": 8}
+    facts |= {"steps": steps, "examples": 32 * steps, "waiting": waiting, "events": (*events, tuple(program))}
+    return sample(replica, STEP_S * steps, **facts)
 
 
 def waits(seconds: float) -> Waiting:
@@ -89,28 +78,9 @@ def waits(seconds: float) -> Waiting:
     return Waiting(kind="collective", what=what, where="Cell In[1], line 4", group="team", number=7, seconds=seconds)
 
 
-class _Shown(Publisher):
-    """A record of the number of characters that a cell shows."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def write(self, stream: str, text: str) -> None:
-        self.count += len(text)
-
-    def display(self, name: str, data: Any, metadata: Any, *, update: bool = False) -> None:
-        self.count += sum(len(str(each)) for each in data.values())
-
-    def area(self, lines: tuple[str, ...]) -> None:
-        self.count += sum(map(len, lines))
-
-    def clear(self, wait: bool) -> None:
-        pass
-
-
 def shown_training(replicas: int) -> CellView:
     """Feed a view with the events of a training, and draw it as the front end does."""
-    view = CellView(_Shown(), PictureView, replicas)
+    view = CellView(Recorded(), PictureView, replicas)
     now = 0.0
     view.feed(Status(program=1, state="started", team=team_of(replicas)), now)
     for steps in (4, 8, 12):
@@ -120,16 +90,7 @@ def shown_training(replicas: int) -> CellView:
             view.feed(sample_of(replica, steps, late_s=0.04 * (replica == 1), waiting=waiting), now)
             points = ((steps, 0, {"loss": 1.0 / steps, "own loss": replica / steps}),)
             view.feed(Live(engine=replica, program=1, replica=replica, points=points), now)
-            view.feed(
-                Output(
-                    engine=replica,
-                    program=1,
-                    replica=replica,
-                    stream="stdout",
-                    text=f"step {steps}\nstep {steps} of {replica}\n",
-                ),
-                now,
-            )
+            view.feed(_out(replica, f"step {steps}\nstep {steps} of {replica}\n"), now)
         now += 1.0
         view.tick(now)
     for replica in range(replicas):
@@ -211,16 +172,14 @@ def test_a_view_of_a_thousand_replicas_is_small() -> None:
 
 
 def test_exceptional_replicas_have_rows_in_the_table_of_many() -> None:
-    model = LiveModel("mirrored")
-    model.feed(Status(program=1, state="started", team=team_of(1000)), 0.0)
+    model = started(1000)
     for replica in range(1000):
         model.feed(sample_of(replica, 3 if replica == 700 else 9), 1.0)
     model.feed(ProgramEnded(engine=500, program=1, status="error"), 1.0)
     shown = [int(row[0]) for row in replica_table(model)[1]]
     assert shown == [*range(MOST_SHOWN - 2), 500, 700]
     assert "and 968 other replicas" in live_html(model, 1.0).below
-    model = LiveModel("mirrored")
-    model.feed(Status(program=1, state="started", team=team_of(MOST_SHOWN)), 0.0)
+    model = started(MOST_SHOWN)
     assert len(replica_table(model)[1]) == MOST_SHOWN
     assert "other replica" not in live_html(model, 1.0).below
 
@@ -244,8 +203,7 @@ def test_the_mean_of_many_curves_is_that_of_a_sample() -> None:
 
 
 def test_a_mark_of_many_replicas_lists_them_by_state() -> None:
-    model = LiveModel("mirrored")
-    model.feed(Status(program=1, state="started", team=team_of(100)), 0.0)
+    model = started(100)
     for engine in range(100):
         model.feed(ProgramEnded(engine=engine, program=1, status="error" if engine == 7 else "ok"), 1.0)
     mark = mark_of(model)

@@ -16,7 +16,6 @@ from distnb.input.progress import Progress
 from distnb.notebook import compose
 from distnb.notebook.front_end import FrontEnd
 from distnb.runtime import step_count
-from distnb.topology import Device, Team
 from distnb.views.chart_model import charts
 from distnb.views.curves import Curve, Line, ValueHistory, apart, mean_points
 from distnb.views.event_files import EventFiles
@@ -28,38 +27,12 @@ from distnb.widgets.exports import history, live_figure
 from distnb.widgets.picture import pictures
 from distnb.widgets.publisher import TerminalPublisher
 from distnb.widgets.widget_view import WidgetView
-from distnb.wire.messages import Live, Status, TelemetrySample
-
-
-def feed_curves(model: LiveModel, *, run: str = "", replica: int = 0, first: int = 1, **curves: list[float]) -> None:
-    """Return steps from `first` on, each with a value for each curve."""
-    points = tuple(
-        (first + i, 0, dict(zip(curves, values, strict=True)))
-        for i, values in enumerate(zip(*curves.values(), strict=True))
-    )
-    model.feed(
-        Live(engine=replica, program=1, replica=replica, points=points, times=tuple(range(len(points))), run=run), 1.0
-    )
-
-
-def started(replicas: int = 2, **keywords: Any) -> LiveModel:
-    model = LiveModel(**keywords)
-    devices = tuple(Device("cpu", i) for i in range(replicas))
-    model.feed(
-        Status(
-            program=1,
-            state="started",
-            team=Team(engines=tuple(range(replicas)), devices=devices, generation=1, store_host="", store_port=0),
-        ),
-        0.0,
-    )
-    return model
+from distnb.wire.messages import TelemetrySample
+from tests.support.live_events import draw_curves, sample, started
 
 
 def sampled(steps: int, now: float, **more: Any) -> tuple[TelemetrySample, float]:
-    return TelemetrySample(
-        engine=0, program=1, replica=0, seconds=now, steps=steps, examples=0, rss_nbytes=0, **more
-    ), now
+    return sample(0, now, steps=steps, **more), now
 
 
 # -- lines -----------------------------------------------------------------------------------------------------------
@@ -106,13 +79,13 @@ def test_ordinary_growth_is_not_reported_as_exploding(values: list[float]) -> No
 def test_troubles_are_described_with_their_replica() -> None:
     model = started()
     norm = [math.nan, 1.0, math.nan, 1.0, 1.0]
-    feed_curves(model, loss=[1.0, math.nan, 2.0, math.inf, math.inf], norm=norm, replica=0)
-    feed_curves(model, loss=[1.0, 2.0, 3.0, 4.0, 5.0], norm=norm, replica=1)
+    draw_curves(model, loss=[1.0, math.nan, 2.0, math.inf, math.inf], norm=norm, replica=0)
+    draw_curves(model, loss=[1.0, 2.0, 3.0, 4.0, 5.0], norm=norm, replica=1)
     assert model.troubles() == [
         "loss is inf since step 4 (replica 0)",
         "norm was nan at step 3 (2 such values in all)",
     ]
-    feed_curves(model, big=[1.0] * 50 + [1e6], first=6)
+    draw_curves(model, big=[1.0] * 50 + [1e6], first=6)
     assert "big exploded: 1e+06 at step 56, up from at most 1" in model.troubles()
     for text in (picture_bundle(model, 2.0)["text/html"], plain_summary(model, 2.0)):
         assert "big exploded" in text
@@ -123,7 +96,7 @@ def test_many_replicas_are_drawn_as_a_band_with_outliers_named() -> None:
     model = started(16)
     for replica in range(16):
         level = 5.0 if replica == 11 else replica * 0.01
-        feed_curves(model, own=[level + step for step in range(40)], replica=replica)
+        draw_curves(model, own=[level + step for step in range(40)], replica=replica)
     (chart,) = charts(model)
     assert [series.label for series in chart.series] == ["mean of 16", "[11]"]
     mean = mean_points(model.curves["own"].lines)
@@ -134,7 +107,7 @@ def test_many_replicas_are_drawn_as_a_band_with_outliers_named() -> None:
 
 def test_facts_list_the_latest_least_greatest_and_best_value() -> None:
     model = LiveModel()
-    feed_curves(model, loss=[2.0, 0.5, 1.0], accuracy=[0.1, 0.9, 0.8], rate=[0.1, 0.1, 0.1])
+    draw_curves(model, loss=[2.0, 0.5, 1.0], accuracy=[0.1, 0.9, 0.8], rate=[0.1, 0.1, 0.1])
     assert [chart.facts for chart in charts(model)] == [
         "last 1 · min 0.5 at step 2 (best) · max 2 at step 1",
         "last 0.8 · min 0.1 at step 1 · max 0.9 at step 2 (best)",
@@ -153,8 +126,8 @@ def steps_of(curve: Curve) -> list[float]:
 
 def test_runs_of_a_cell_begin_at_step_one_and_are_overlaid() -> None:
     model = LiveModel(name="In[3]")
-    feed_curves(model, loss=[3.0, 2.0, 1.0], run="lr=0.1")
-    feed_curves(model, loss=[3.0, 2.5], run="lr=0.2", first=4)
+    draw_curves(model, loss=[3.0, 2.0, 1.0], run="lr=0.1")
+    draw_curves(model, loss=[3.0, 2.5], run="lr=0.2", first=4)
     assert [steps_of(run.curves["loss"]) for run in model.runs.values()] == [[1, 2, 3], [1, 2]]
     (chart,) = charts(model)
     assert [series.label for series in chart.series] == ["lr=0.1", "lr=0.2"]
@@ -166,12 +139,12 @@ def test_named_runs_of_earlier_cells_are_compared_and_others_are_not() -> None:
     kept = History()
     for number, run in enumerate(["a", "", "b", "a"]):
         model = LiveModel(name=f"In[{number}]", history=kept)
-        feed_curves(model, run=run, **{"loss": [float(number)], f"only {number}": [1.0]})
+        draw_curves(model, run=run, **{"loss": [float(number)], f"only {number}": [1.0]})
     assert list(kept.runs) == ["In[1]", "b", "a"], "a name used again belongs to the later cell"
     assert [series.label for series in charts(model)[0].series] == ["b", "a"]
     assert [chart.name for chart in charts(model)] == ["loss", "only 3"]
     plain = LiveModel(name="In[9]", history=kept)
-    feed_curves(plain, loss=[1.0])
+    draw_curves(plain, loss=[1.0])
     assert [series.label for series in charts(plain)[0].series] == [""]
 
 
@@ -180,10 +153,10 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> History:
     drawn = History()
     monkeypatch.setattr(compose, "_front", FrontEnd(history=drawn))
     model = started(name="In[1]", history=drawn)
-    feed_curves(model, loss=[2.0, 1.0], replica=0)
-    feed_curves(model, loss=[2.0, 1.5], replica=1)
+    draw_curves(model, loss=[2.0, 1.0], replica=0)
+    draw_curves(model, loss=[2.0, 1.5], replica=1)
     model = LiveModel(name="In[2]", history=drawn)
-    feed_curves(model, loss=[3.0, math.nan], run="fast")
+    draw_curves(model, loss=[3.0, math.nan], run="fast")
     return drawn
 
 
@@ -231,7 +204,7 @@ def test_old_runs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distnb.views.runs.MOST_VALUES", 5)
     drawn = History()
     for number in range(4):
-        feed_curves(LiveModel(name=f"In[{number}]", history=drawn), loss=[1.0, 2.0, 3.0])
+        draw_curves(LiveModel(name=f"In[{number}]", history=drawn), loss=[1.0, 2.0, 3.0])
     assert list(drawn.runs) == ["In[2]", "In[3]"]
 
 
@@ -254,7 +227,7 @@ def test_event_files_hold_each_value_once_and_replicas_only_if_they_differ(tmp_p
     for first in (1, 3):
         for replica in (0, 1):
             own = [1.0 + replica, 2.0 + replica]
-            feed_curves(model, loss=[1.0, 2.0], own=own, run="lr=0.1/a", replica=replica, first=first)
+            draw_curves(model, loss=[1.0, 2.0], own=own, run="lr=0.1/a", replica=replica, first=first)
         files.write(model.runs.values())
     files.close()
     found = {}
@@ -336,7 +309,7 @@ def test_remaining_time_is_not_shown_if_it_is_unknown() -> None:
 def test_epochs_are_marked_in_pictures() -> None:
     model = LiveModel(counted_before={0: (100, 0)})
     model.feed(*sampled(130, 1.0, epochs=((100, 0), (110, 1), (120, 2))))
-    feed_curves(model, loss=[1.0] * 30, first=101)
+    draw_curves(model, loss=[1.0] * 30, first=101)
     (chart,) = charts(model)
     assert chart.epochs == {0: 0, 10: 1, 20: 2}
     svg = pictures(model)["loss"]
@@ -348,7 +321,7 @@ def test_epochs_are_marked_in_pictures() -> None:
 def test_labels_of_pictures_are_apart_and_inside(curves: tuple[str, ...]) -> None:
     model = LiveModel()
     model.feed(*sampled(1201, 1.0, epochs=tuple((29 * epoch, epoch) for epoch in range(41))))
-    feed_curves(model, **dict.fromkeys(curves, [0.123456] * 1_201))
+    draw_curves(model, **dict.fromkeys(curves, [0.123456] * 1_201))
     for svg in pictures(model).values():
         right = float(re.search(r'width="(\d+)"', svg)[1])  # type: ignore[index]
         rows: dict[str, list[tuple[float, float]]] = {}
@@ -408,7 +381,7 @@ def test_a_page_that_receives_updates_equals_the_model(monkeypatch: pytest.Monke
         for _ in range(1 + update % 37):  # past several halvings, in the middle of points that are not full
             step += 1
             for replica in (0, 1):
-                feed_curves(model, loss=[math.sin(step) + replica], replica=replica, first=step)
+                draw_curves(model, loss=[math.sin(step) + replica], replica=replica, first=step)
         view._repeat_some()
         message = view.message(charts(model), view._sent)
         page.take(*message)
