@@ -1,7 +1,7 @@
 // The live view in the browser. It receives texts and tables as HTML, and the new points of curves as numbers. Curves are
 // drawn here by uPlot, so pointing, zooming, smoothing and the log scale also work while the kernel is busy with a cell.
 //
-// `DrawingCode` in widget_view.py puts uPlot and its style sheet, UPLOT_STYLE, before this text.
+// `_module` in widget_view.py puts uPlot and its style sheet, UPLOT_STYLE, before this text.
 
 const STYLE = `
 .distnb-live{font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-ui-font-color1,inherit);padding:4px 0}
@@ -385,18 +385,22 @@ function saveSettings(chosen) {
   }
 }
 
-// Return the functions of a widget's views. `isRestored`: the page was reloaded, and another page has shown the widget.
-export function liveView(model, isRestored) {
+export default () => {
+  // True if the page was reloaded while the cell ran: another page has shown the widget before.
+  let isRestored = false;
   const lines = new Lines();
   const views = new Set(); // the redraw function of each view of the widget
-  const { points, ...curves } = model.get("curves");
-  lines.receive(curves, points);
-  model.on("msg:custom", (content, buffers) => {
-    lines.receive(content, buffers[0]);
-    views.forEach((redraw) => redraw());
-  });
   return {
-    render({ el }) {
+    initialize({ model }) {
+      isRestored = model.get("above") !== "";
+      const { points, ...curves } = model.get("curves");
+      lines.receive(curves, points);
+      model.on("msg:custom", (content, buffers) => {
+        lines.receive(content, buffers[0]);
+        views.forEach((redraw) => redraw());
+      });
+    },
+    render({ model, el }) {
       el.innerHTML = `<div class="distnb-live">${FRAME}</div>`;
       const find = (selector) => el.querySelector(selector);
       const [above, below, controls, container, written] = [".above", ".below", ".controls", ".charts", "details"].map(find);
@@ -464,4 +468,4 @@ export function liveView(model, isRestored) {
       };
     },
   };
-}
+};

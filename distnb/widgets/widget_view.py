@@ -1,12 +1,7 @@
 """The live view as a widget, which updates without flicker and survives a reload of the page.
 
 Texts and tables are sent as HTML. Curves are sent in binary, and only their new points. The page keeps the earlier
-points and draws the curves. Its code is a widget of its own, which all live views of a kernel share, so that a page
-receives it once:
-
-    page                                   kernel
-    model of DrawingCode   ◀── comm_open   the first live view: uPlot and live_view.js, 70 KB
-    model of LiveWidget    ◀── comm_open   each live view: `_LOADER`, and the id of the code's model
+points and draws the curves.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ from importlib import resources
 from typing import Any, ClassVar, NamedTuple
 
 import anywidget
-import ipywidgets
 import traitlets
 
 from distnb.views.chart_model import Chart, charts
@@ -26,7 +20,7 @@ from distnb.views.curves import Line, Point
 from distnb.widgets.content import head_text, live_html, picture_bundle
 from distnb.widgets.live_views import LiveView
 
-__all__ = ["DrawingCode", "LiveWidget", "WidgetView"]
+__all__ = ["LiveWidget", "WidgetView"]
 
 _FASTEST_S = 0.16  # replicas send points and measurements five times a second each
 _REPEATED_POINTS = 300
@@ -48,46 +42,19 @@ class _Sent(NamedTuple):
     values: int
 
 
-_LOADER = """
-export default () => {
-  let view;
-  return {
-    async initialize({ model }) {
-      const isRestored = model.get("above") !== "";
-      const code = await model.widget_manager.get_model(model.get("code"));
-      code.imported ??= import(URL.createObjectURL(new Blob([code.get("text")], { type: "text/javascript" })));
-      view = (await code.imported).liveView(model, isRestored);
-    },
-    render: (context) => view.render(context),
-  };
-};
-"""
-
-
-class DrawingCode(ipywidgets.Widget):  # type: ignore[misc]
-    """The code by which pages draw live views, as the text of a JavaScript module."""
-
-    _shared: ClassVar[DrawingCode | None] = None
-    text = traitlets.Unicode().tag(sync=True)
-
-    @classmethod
-    def shared(cls) -> DrawingCode:
-        """Return the code of all live views of this process."""
-        if cls._shared is None or cls._shared.comm is None:  # closed by `Widget.close_all`
-            folder = resources.files("distnb.widgets")
-            style, uplot, view = (
-                folder.joinpath(name).read_text(encoding="utf-8")
-                for name in ("uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "live_view.js")
-            )
-            cls._shared = cls(text=f"{uplot}\nconst UPLOT_STYLE = {json.dumps(style)};\n{view}")
-        return cls._shared
+def _module() -> str:
+    """Return the code of the browser side. A page runs uPlot's part once, for all views."""
+    folder = resources.files("distnb.widgets")
+    names = ("uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "live_view.js")
+    style, uplot, view = (folder.joinpath(name).read_text(encoding="utf-8") for name in names)
+    shared = f"const uPlot = (globalThis[Symbol.for('distnb.uPlot')] ??= (() => {{\n{uplot}\nreturn uPlot;\n}})());"
+    return f"{shared}\nconst UPLOT_STYLE = {json.dumps(style)};\n{view}"
 
 
 class LiveWidget(anywidget.AnyWidget):
     """A live view, whose browser side is live_view.js.
 
     Attributes:
-        code: The id of the model of the `DrawingCode`.
         above, below: The HTML above and below the charts; empty at first.
         curves: All points, as one message (see `WidgetView.message`), for a page that requests the whole state.
         written: The end of the cell's text output, once the cell has ended.
@@ -98,8 +65,7 @@ class LiveWidget(anywidget.AnyWidget):
 
     is_needed = True
 
-    _esm: ClassVar[str] = _LOADER
-    code = traitlets.Unicode().tag(sync=True)
+    _esm: ClassVar[str] = _module()
     above = traitlets.Unicode().tag(sync=True)
     below = traitlets.Unicode().tag(sync=True)
     written = traitlets.Unicode().tag(sync=True)
@@ -108,7 +74,7 @@ class LiveWidget(anywidget.AnyWidget):
 
     def __init__(self, view: WidgetView, **keywords: Any) -> None:
         self._view = view
-        super().__init__(code=DrawingCode.shared().model_id, **keywords)
+        super().__init__(**keywords)
         self.on_msg(self._handle_page)
 
     def all_curves(self) -> dict[str, Any]:

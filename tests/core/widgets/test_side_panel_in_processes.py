@@ -131,29 +131,7 @@ def test_a_page_and_a_terminal_show_and_end_a_hanging_cell(notebook: Notebook) -
     assert "idle" in terminal(notebook, "stacks").stdout
 
 
-def test_a_cell_waits_for_engines_that_a_page_starts_and_new_engines_have_no_old_failure() -> None:
-    with Notebook() as notebook, new_page(notebook) as page:
-        notebook.run("import distnb")
-        assert page.request("start", n=2) == {}
-        next(each for each in page.snapshots() if each["doing"])
-        ran = notebook.run("%%distribute mirrored\nprint(strategy.num_replicas_in_sync)", timeout_s=LIMIT_S)
-        assert ran.stdout.endswith("[0-1] 2\n")
-
-        notebook.run("%autodistribute mirrored")
-        ran = notebook.try_run("if distnb.replica_id() == 1: raise ValueError('boom')")
-        assert ran.error_name == "ValueError"
-        state = page.request("snapshot")["snapshot"]
-        assert (state["engines"][1]["kind"], state["head"]["state"]) == ("error", "failed")
-        assert page.request("start", n=2) == {}
-        assert "is running already" in next(each for each in page.snapshots() if each["error"])["error"]
-        notebook.run("%distnb stop")
-        notebook.run("%distnb start -n 3", timeout_s=LIMIT_S)
-        state = page.request("snapshot")["snapshot"]
-        assert [engine["kind"] for engine in state["engines"]] == ["idle"] * 3
-        assert (state["head"], state["error"]) == (None, "")
-
-
-def test_engines_can_be_ended_and_started_from_a_page_while_cells_run() -> None:
+def test_engines_can_be_started_and_ended_from_a_page_while_cells_run() -> None:
     with Notebook() as notebook, new_page(notebook) as page:
         notebook.run("import distnb, time")
         assert page.request("snapshot")["snapshot"]["engines"] is None
@@ -164,8 +142,6 @@ def test_engines_can_be_ended_and_started_from_a_page_while_cells_run() -> None:
         assert state["doing"].startswith(("starting", "0 of 2 engines"))
         page.wait_for(["idle", "idle"])
         notebook.finish(waits).check()
-        assert page.request("start", n=2) == {}
-        assert "is running already" in next(each for each in page.snapshots() if each["error"])["error"]
 
         cell = notebook.start(HANG)
         notebook.wait_for_output(cell, "begun")
@@ -173,8 +149,27 @@ def test_engines_can_be_ended_and_started_from_a_page_while_cells_run() -> None:
         ran = notebook.finish(cell, HANG)
         assert ran.error_name == "KeyboardInterrupt", ran
         next(each for each in page.snapshots() if each["engines"] is None and not each["doing"])
-        assert (
-            f"process {notebook.pid} in " not in terminal(notebook, "stacks").stdout
-        )  # others may run on this machine
-        assert notebook.run("print(6 * 7)").stdout == "42\n"
+        # Others may run on this machine.
+        assert f"process {notebook.pid} in " not in terminal(notebook, "stacks").stdout
         assert page._client.comm_info(target_name="distnb", reply=True, timeout=30)["content"]["comms"]
+
+        assert page.request("start", n=2) == {}
+        next(each for each in page.snapshots() if each["doing"])
+        ran = notebook.run("%%distribute mirrored\nprint(strategy.num_replicas_in_sync)", timeout_s=LIMIT_S)
+        assert ran.stdout.endswith("[0-1] 2\n"), "the cell waits for the engines"
+        new_engines_have_no_old_failure(notebook, page)
+
+
+def new_engines_have_no_old_failure(notebook: Notebook, page: Page) -> None:
+    notebook.run("%autodistribute mirrored")
+    ran = notebook.try_run("if distnb.replica_id() == 1: raise ValueError('boom')")
+    assert ran.error_name == "ValueError"
+    state = page.request("snapshot")["snapshot"]
+    assert (state["engines"][1]["kind"], state["head"]["state"]) == ("error", "failed")
+    assert page.request("start", n=2) == {}
+    assert "is running already" in next(each for each in page.snapshots() if each["error"])["error"]
+    notebook.run("%distnb stop")
+    notebook.run("%distnb start -n 3", timeout_s=LIMIT_S)
+    state = page.request("snapshot")["snapshot"]
+    assert [engine["kind"] for engine in state["engines"]] == ["idle"] * 3
+    assert (state["head"], state["error"]) == (None, "")
