@@ -161,7 +161,10 @@ class _Track:
         found.reverse()
         if self.began is not None:
             found.append(Event(serial=0, kind="program", begin=self.began, end=self.now))
-        return [_moved(event, -ahead_s) for event in found] if ahead_s else found
+        if not ahead_s:
+            return found
+        by = -ahead_s
+        return [event._replace(begin=event.begin + by, end=event.end + by, at=event.at + by) for event in found]
 
     @property
     def since(self) -> float:
@@ -332,10 +335,6 @@ def _pieces(
 ) -> Iterator[Piece]:
     for replica, own in events.items():
         yield from _swept(replica, list(_spans(own, last)), begin, end)
-
-
-def _moved(event: Event, by: float) -> Event:
-    return event._replace(begin=event.begin + by, end=event.end + by, at=event.at + by)
 
 
 def _name(event: Event) -> tuple[str, int]:

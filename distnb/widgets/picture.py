@@ -8,12 +8,11 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from distnb.views.chart_model import Chart, charts
+from distnb.views.chart_model import Chart
 from distnb.views.curves import Point
-from distnb.views.live_model import LiveModel
 from distnb.views.wording import short_number
 
-__all__ = ["as_image", "nice_ticks", "picture", "pictures", "short_name", "svg"]
+__all__ = ["as_image", "nice_ticks", "picture", "short_name", "svg"]
 
 _GREY = "#808080"  # an image cannot follow the theme, and mid-grey is visible on light and dark
 _RED = "#e5484d"
@@ -41,12 +40,6 @@ class _Area:
         """Return a value's distance from the top edge."""
         low, high = self.y_span
         return self.foot - (value - low) / (high - low) * (self.foot - _TOP)
-
-
-def pictures(model: LiveModel) -> dict[str, str]:
-    """Return every chart of a model as an SVG document, by name. A single chart is as wide as possible."""
-    drawn = charts(model)
-    return {chart.name: picture(chart, wide=len(drawn) == 1) for chart in drawn}
 
 
 def picture(chart: Chart, *, wide: bool = False) -> str:
@@ -116,7 +109,8 @@ def _chart(chart: Chart, width: int, height: int) -> str:
         parts += [_band(run, color) for run in runs]
         parts.append(_stroke(runs, color, 5 if len(line) == 1 else 2.6 if series.thick else 1.3))
     parts.append(_marks([(area.x(point[0]), point[1]) for point in points if not math.isfinite(point[1])], area))
-    parts += [_explosion(area.x(step)) for step in chart.exploded]
+    heads = "".join(f"M{area.x(step) - 5:.1f} {_TOP + 10}l5 -9l5 9z" for step in chart.exploded)
+    parts.append(f'<path class="exploded" d="{heads}" fill="{_RED}"/>' if heads else "")
     rows = "".join(f'<tspan x="6" dy="{_FACTS_LINE}">{html.escape(line)}</tspan>' for line in facts)
     top = foot + _BOTTOM - 6 - _FACTS_LINE
     parts.append(f'<text class="facts" y="{top}" font-size="11" fill="{_GREY}">{rows}</text>')
@@ -226,11 +220,6 @@ def _marks(places: Sequence[tuple[float, float]], area: _Area) -> str:
         f'<path class="mark" d="{crosses}" fill="none" stroke="{_RED}" stroke-width="1.5"/>'
         f'<text {at} y="{foot + 3}" style="fill:{_RED}">{value:g}</text>'
     )
-
-
-def _explosion(x: float) -> str:
-    """Draw a mark at the top of the chart, at a step where a value exploded."""
-    return f'<path class="exploded" d="M{x - 5:.1f} {_TOP + 10}l5 -9l5 9z" fill="{_RED}"/>'
 
 
 def _band(screen: Sequence[Point], color: str) -> str:

@@ -134,7 +134,7 @@ class ReplicaWidgets:
         A display of a widget without a copy is reduced to its text.
         """
         if isinstance(event, Display) and event.data.get(WIDGET_VIEW, {}).get("model_id", "") not in self._copies:
-            event = replace(event, data=_without_view(event.data))
+            event = replace(event, data={kind: value for kind, value in event.data.items() if kind != WIDGET_VIEW})
         within = self._capturing.get(event.engine)
         if not within:
             return event
@@ -166,10 +166,6 @@ class ReplicaWidgets:
         """Stop capturing for an engine that has ended, or for all engines. The next engine starts without a capture."""
         for each in [engine] if engine is not None else list(self._capturing):
             self._capturing.pop(each, None)
-
-
-def _without_view(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {kind: value for kind, value in data.items() if kind != WIDGET_VIEW}
 
 
 def _size(value: Any) -> int:

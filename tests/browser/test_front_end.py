@@ -283,7 +283,7 @@ def test_a_restarted_kernel_leaves_no_view_that_claims_to_run(notebook: OpenNote
 
 def test_saved_pictures_and_values_are_shown_by_a_new_page(notebook: OpenNotebook) -> None:
     notebook.saved()
-    notebook.page.set_viewport_size({"width": 1600, "height": 950})  # beside the panel
+    notebook.page.set_viewport_size({"width": 1600, "height": 950})  # room for two, next to the panel
     notebook.reload()
     assert notebook.picture(AT["curves"]) > 100
     _, badge = panel_and_badge(notebook, AT["curves"])

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from distnb.topology import Device, Team
+from distnb.views.chart_model import charts
 from distnb.views.live_model import LiveModel
+from distnb.widgets.picture import picture
 from distnb.widgets.publisher import Publisher
 from distnb.wire.messages import Live, Status, TelemetrySample
 
@@ -67,3 +69,9 @@ class Recorded(Publisher):
 
     def clear(self, wait: bool) -> None:
         pass
+
+
+def pictures(model: LiveModel) -> dict[str, str]:
+    """Return every chart of a model as an SVG document, by name."""
+    drawn = charts(model)
+    return {chart.name: picture(chart, wide=len(drawn) == 1) for chart in drawn}

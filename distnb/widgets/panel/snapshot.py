@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import DistnbError
 from distnb.views.crowds import MOST_SHOWN
-from distnb.views.live_model import Curve, Line, LiveModel, ReplicaRow
+from distnb.views.live_model import Line, LiveModel, ReplicaRow
 from distnb.views.wording import mark, ranges
 from distnb.widgets.content import head
 
@@ -50,7 +50,10 @@ def snapshot(
         "running": model.ended_at is None,
         "head": asdict(head(model, now)),
         "lines": [*model.waits.lines(now), *([] if model.work is None else model.work.lines())],
-        "curves": [_curve(curve) for curve in list(model.curves.values())[:_MOST_CURVES]],
+        "curves": [
+            {"name": curve.name, "lines": [_line(*shown) for shown in list(curve.shown().items())[:_MOST_LINES]]}
+            for curve in list(model.curves.values())[:_MOST_CURVES]
+        ],
     }
 
 
@@ -112,11 +115,6 @@ def _state(status: EngineStatus, row: ReplicaRow | None) -> dict[str, str]:
         return {"state": "idle", "kind": "idle", "at": ""}
     kind = {"running": "running", "cleaning up": "busy", "failed": "error"}.get(row.state, "idle")
     return {"state": row.state, "kind": kind, "at": row.where}
-
-
-def _curve(curve: Curve) -> dict[str, Any]:
-    lines = list(curve.shown().items())[:_MOST_LINES]
-    return {"name": curve.name, "lines": [_line(replicas, line) for replicas, line in lines]}
 
 
 def _line(replicas: tuple[int, ...], line: Line) -> dict[str, Any]:

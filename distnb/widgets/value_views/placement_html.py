@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from distnb.views.placement_model import PlacedPart, PlacedTensor, PlacementModel, bounds_text
+from distnb.views.placement_model import PlacedTensor, PlacementModel, bounds_text
 from distnb.views.wording import filled, html_table, human_bytes, text_table
 from distnb.widgets.picture import as_image
 from distnb.widgets.value_views.placement_picture import grids, placement_svg
@@ -95,14 +95,10 @@ def _rows(tensors: Sequence[PlacedTensor]) -> list[list[str]]:
                     part.who,
                     ", ".join(part.devices),
                     human_bytes(part.what.nbytes) if part.what.nbytes else "",
-                    _held_as(part),
+                    ", ".join(filter(None, [_KINDS[part.what.kind], part.what.note])),
                 ]
             )
     return rows
-
-
-def _held_as(part: PlacedPart) -> str:
-    return ", ".join(filter(None, [_KINDS[part.what.kind], part.what.note]))
 
 
 def _title(tensor: PlacedTensor) -> str:

@@ -45,7 +45,8 @@ def placement_svg(tensor: PlacedTensor) -> str:
     drawn = list(itertools.islice(grids(tensor), _MOST_GRIDS + 1))
     if len(drawn) > _MOST_GRIDS or any(len(rows) * len(columns) > _MOST_CELLS for _, rows, columns, _ in drawn):
         return ""
-    colors = _colors(tensor)
+    names = dict.fromkeys(part.short for part in tensor.parts)
+    colors = {name: _COLORS[place % len(_COLORS)] for place, name in enumerate(names)}
     parts, top = [], 0
     for title, rows, columns, fixed in drawn:
         picture, height = _grid(tensor, (axes[-2] if len(axes) > 1 else None, axes[-1]), rows, columns, fixed, colors)
@@ -53,11 +54,6 @@ def placement_svg(tensor: PlacedTensor) -> str:
         parts.append(f'<g transform="translate(0 {top})">{caption}{picture}</g>')
         top += height
     return svg(parts, _WIDTH, top, font_size=11)
-
-
-def _colors(tensor: PlacedTensor) -> Mapping[str, str]:
-    names = dict.fromkeys(part.short for part in tensor.parts)
-    return {name: _COLORS[place % len(_COLORS)] for place, name in enumerate(names)}
 
 
 def _grid(
@@ -70,7 +66,9 @@ def _grid(
 ) -> tuple[str, int]:
     """Draw one grid and return it with its height. Cells are to scale, but very small ones are enlarged."""
     xs = _scaled(columns, _WIDTH - _LEFT - 10, least=18)
-    tall = _ROW * len(rows) if axes[0] is None else max(_ROW * len(rows), min(240, _tall(tensor, axes)))
+    tall = _ROW * len(rows)
+    if axes[0] is not None:
+        tall = max(tall, min(240, int((_WIDTH - _LEFT) * tensor.whole[axes[0]] / max(1, tensor.whole[axes[1]]))))
     ys = _scaled(rows, tall, least=16)
     parts = []
     for (first, last), (x, width) in zip(columns, xs, strict=True):
@@ -85,11 +83,6 @@ def _grid(
             at = f'x="{_LEFT - 6}" y="{_TOP + y + height / 2 + 4:.1f}"'
             parts.append(f'<text {at} text-anchor="end" fill="{_GREY}">{label}</text>')
     return "".join(parts), _TOP + tall + 6
-
-
-def _tall(tensor: PlacedTensor, axes: tuple[int | None, int]) -> int:
-    assert axes[0] is not None
-    return int((_WIDTH - _LEFT) * tensor.whole[axes[0]] / max(1, tensor.whole[axes[1]]))
 
 
 def _scaled(pieces: Sequence[tuple[int, int]], room: float, least: float) -> list[tuple[float, float]]:

@@ -20,10 +20,10 @@ from distnb.watching.live import TextProgress, live
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, picture_bundle, plain_summary, replica_table
 from distnb.widgets.live_views import TextView
-from distnb.widgets.picture import nice_ticks, pictures
+from distnb.widgets.picture import nice_ticks
 from distnb.widgets.publisher import TerminalPublisher
 from distnb.wire.messages import Died, ProgramEnded, Status
-from tests.support.live_events import draw, sample, started, team_of
+from tests.support.live_events import draw, pictures, sample, started, team_of
 
 
 @pytest.fixture

@@ -24,11 +24,10 @@ from distnb.views.runs import History
 from distnb.watching.live import TextProgress, live
 from distnb.widgets.content import head_text, picture_bundle, plain_summary
 from distnb.widgets.exports import history, live_figure
-from distnb.widgets.picture import pictures
 from distnb.widgets.publisher import TerminalPublisher
 from distnb.widgets.widget_view import WidgetView
 from distnb.wire.messages import TelemetrySample
-from tests.support.live_events import draw_curves, sample, started
+from tests.support.live_events import draw_curves, pictures, sample, started
 
 
 def sampled(steps: int, now: float, **more: Any) -> tuple[TelemetrySample, float]:
