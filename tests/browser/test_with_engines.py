@@ -181,6 +181,13 @@ def test_a_failed_replica_is_debugged(notebook: OpenNotebook) -> None:
     notebook.wait(at)
 
 
+def test_a_training_fits_into_a_narrow_page(notebook: OpenNotebook) -> None:
+    notebook.command("application:toggle-left-area")
+    notebook.page.set_viewport_size({"width": NARROW, "height": 900})
+    trains_and_is_stopped(notebook, AT["trains again"], narrow=True)
+    notebook.page.set_viewport_size({"width": 1250, "height": 950})
+
+
 def test_the_stop_button_ends_a_stuck_cell_and_the_next_cell_works(notebook: OpenNotebook) -> None:
     at = AT["stuck"]
     notebook.command("distnb:show-replicas")
@@ -247,15 +254,7 @@ def shows_widgets(output: Any) -> bool:
     )
 
 
-def test_a_narrow_page_shows_a_training_and_the_notebook_without_a_kernel(notebook: OpenNotebook) -> None:
-    notebook.command("application:toggle-left-area")
-    notebook.page.set_viewport_size({"width": NARROW, "height": 900})
-    trains_and_is_stopped(notebook, AT["trains again"], narrow=True)
-    assert "widget-view" not in json.dumps(notebook.saved()["cells"][AT["trains again"]])
-
-
 def test_the_view_shows_a_coordinators_queue_its_workers_and_the_servers(notebook: OpenNotebook) -> None:
-    notebook.page.set_viewport_size({"width": 1250, "height": 950})
     notebook.run(AT["servers"], 120)
     notebook.run(AT["defines"])
     at = AT["schedules"]
@@ -282,20 +281,25 @@ def test_the_view_shows_a_coordinators_queue_its_workers_and_the_servers(noteboo
     assert "widget-view" not in str(data)
 
 
-def test_the_notebook_is_opened_again_without_a_kernel(notebook: OpenNotebook) -> None:
-    notebook.saved()
-    notebook.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
-    notebook.see(lambda: notebook.page.evaluate(NO_KERNEL))
-    notebook.reload()
-    notebook.page.set_viewport_size({"width": NARROW, "height": 900})
-    stopped = [index for name, index in AT.items() if name.startswith("trains")]
-    for index in stopped:
-        assert notebook.picture(index) > 100
-        sees(notebook, index, "· interrupted ·", "A step takes", "KeyboardInterrupt")
-    sees(notebook, AT["breaks"], "ValueError: learning_rate=10.0 is too large")
-    sees(notebook, AT["debugs"], "learning_rate * 2", "20.0")
-    for index in (*stopped, AT["breaks"], AT["debugs"]):
-        fits(notebook, index)
-    for index in stopped:
-        for words in ("Loading widget", "Error displaying widget"):
-            assert words not in notebook.output(index).inner_text()
+def test_a_saved_notebook_fits_into_a_narrow_page_without_a_kernel(
+    notebook: OpenNotebook, chrome: Any, lab: Server
+) -> None:
+    saved = notebook.saved()
+    names = ("trains", "breaks", "debugs", "trains again")
+    saved["cells"] = [saved["cells"][AT[name]] for name in names]
+    assert "widget-view" not in json.dumps(saved)
+    (lab.notebooks / "story.ipynb").write_text(json.dumps(saved))
+    with OpenNotebook(chrome, lab, "story.ipynb") as story:
+        story.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+        story.see(lambda: story.page.evaluate(NO_KERNEL))
+        story.command("application:toggle-left-area")
+        story.page.set_viewport_size({"width": NARROW, "height": 900})
+        for index in (0, 3):
+            assert story.picture(index) > 100
+            sees(story, index, "· interrupted ·", "A step takes", "KeyboardInterrupt")
+        sees(story, 1, "ValueError: learning_rate=10.0 is too large")
+        sees(story, 2, "learning_rate * 2", "20.0")
+        for index in range(len(names)):
+            fits(story, index)
+        assert "Loading widget" not in story.shown()
+        assert "Error displaying widget" not in story.shown()
