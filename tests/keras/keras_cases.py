@@ -192,6 +192,16 @@ def fitted_in_the_scope(strategy: Any) -> Any:
     return summary(model, history), evaluated, summary(model, model.fit(X, Y, batch_size=16, verbose=0))
 
 
+def built_by_its_first_call(strategy: Any) -> Any:
+    """Build a layer after the chief has made other layers, which Keras counts in the names of weights."""
+    distnb.on_chief(mlp)()
+    with strategy.scope():
+        layer = layers.Dense(2)
+    strategy.run(lambda: layer(torch.ones(2, 6)))
+    strategy.assert_in_sync([each.value for each in layer.weights])
+    return [each.numpy().tolist() for each in layer.weights]
+
+
 def refused(strategy: Any) -> Any:
     """Check that unsupported data raises an error without side effects."""
     with strategy.scope():
@@ -286,7 +296,7 @@ def different_data(strategy: Any) -> Any:
 CASES = [
     refused, distributed_data, different_data,
     compiled_outside, reductions, averaged_gradients, added_loss, several_steps_at_once, masks, kinds_of_data,
-    mixed_precision, predicted_before_it_is_built, scope_in_a_function, fitted_in_the_scope,
+    mixed_precision, predicted_before_it_is_built, scope_in_a_function, fitted_in_the_scope, built_by_its_first_call,
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ ENVIRONMENT = {"KERAS_BACKEND": "torch"}
 CASES = [
     "refused", "distributed_data", "different_data", "compiled_outside", "reductions", "averaged_gradients", "added_loss",
     "several_steps_at_once", "masks", "kinds_of_data", "mixed_precision", "predicted_before_it_is_built",
-    "scope_in_a_function", "fitted_in_the_scope",
+    "scope_in_a_function", "fitted_in_the_scope", "built_by_its_first_call",
 ]  # fmt: skip
 CALLBACK_CASES = [
     "dropout", "checkpoint", "model_checkpoint", "backup_and_restore", "errors", "after_batches", "not_a_number", "logs",

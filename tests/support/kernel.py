@@ -41,7 +41,6 @@ class Ran:
     stdout: str = ""
     stderr: str = ""
     displays: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
 
     def check(self) -> Ran:
         """Return itself if the cell ended well; otherwise raise an AssertionError with its traceback."""
@@ -140,11 +139,9 @@ class Notebook:
     def finish(self, message: str, source: str = "", *, timeout_s: float = 60.0) -> Ran:
         """Wait for a cell. Raise an AssertionError with the stacks of all processes if it takes longer."""
         ran = Ran(source)
-        begin = time.monotonic()
         for kind, content in self.events(message, timeout_s):
             _take(ran, kind, content)
         reply = self.reply(message)
-        ran.seconds = time.monotonic() - begin
         ran.status = reply["status"]
         if ran.status == "error" and not ran.error_name:
             ran.error_name, ran.error_text = reply["ename"], reply["evalue"]

@@ -254,7 +254,7 @@ class Registration:
             return
         key = self._key_of(module)
         if isinstance(value, torch.nn.Module):
-            self._make_equal(*self._enter_module(value, key, f"{name}."), what=f"{key.label}.build")
+            self._make_equal(*self._enter_module(value, key, f"{name}.", module), what=f"{key.label}.build")
         elif self._register(value, key):
             self._make_equal([(key.label, value)], [], what=f"{key.label}.build")
 
@@ -395,7 +395,7 @@ class Registration:
         return new, unvalued
 
     def _enter_module(
-        self, module: torch.nn.Module, key: _GroupKey, prefix: str = ""
+        self, module: torch.nn.Module, key: _GroupKey, prefix: str = "", owner: torch.nn.Module | None = None
     ) -> tuple[list[tuple[str, torch.Tensor]], list[torch.nn.Module]]:
         """Register a module's parameters, whose gradients are reduced with the key's other parameters, and its buffers.
 
@@ -403,12 +403,13 @@ class Registration:
             module: The module.
             key: The key of the model to which the module belongs.
             prefix: The path from this model to the module, with which the names of parameters and buffers begin.
+            owner: The module to which this one has just been added, if it was.
 
         Returns:
             The new parameters and buffers by name, and the modules within `module` that have new parameters.
         """
         new: list[tuple[str, torch.Tensor]] = []
-        for name, each in _named(module, prefix):
+        for name, each in _named(module, prefix, owner):
             if self._register(each, key, f".{name}"):
                 new.append((f"{key.label}.{name}", each))
         fresh = {id(each) for _, each in new}
@@ -493,8 +494,11 @@ def same_everywhere(module: torch.nn.Module, given: Iterable[tuple[str, Any]]) -
     return list(given)
 
 
-def _named(module: torch.nn.Module, prefix: str = "") -> list[tuple[str, torch.nn.Parameter]]:
-    return same_everywhere(module, ((prefix + name, parameter) for name, parameter in own_parameters(module)))
+def _named(
+    module: torch.nn.Module, prefix: str = "", owner: torch.nn.Module | None = None
+) -> list[tuple[str, torch.nn.Parameter]]:
+    given = ((prefix + name, parameter) for name, parameter in own_parameters(module))
+    return same_everywhere(module if owner is None else owner, given)
 
 
 def _parameters_in(part: torch.nn.Module) -> list[torch.nn.Parameter]:
