@@ -265,6 +265,7 @@ def test_engines_are_the_replicas_in_a_notebook(notebook: Notebook) -> None:
         assert "run on its engines, on this machine, and TF_CONFIG says that it is worker 1" in failed.error_text
 
 
+@pytest.mark.features
 def test_an_evaluator_follows_the_chief_and_is_not_a_replica():
     program = (
         TRAIN

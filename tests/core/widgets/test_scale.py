@@ -103,7 +103,11 @@ def test_simulated_engines_reply_as_real_ones(monkeypatch: pytest.MonkeyPatch) -
 # -- a large session ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["this machine", "other machines"])
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.features)],
+    ids=["this machine", "other machines"],
+)
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     with replacing_engines(remote=request.param), started(N) as found:
         yield found
