@@ -16,19 +16,18 @@ from distnb.objects.packing import Packed
 from distnb.objects.plain import SCALARS, is_plain
 from distnb.objects.tracking import Tracker
 from distnb.values import structure
-from distnb.wire.exchange import (
+from distnb.wire.described_values import (
     RETURNED,
     Described,
-    HeldArgument,
+    DescribedObject,
     Leaf,
-    NamedArgument,
+    PlainValue,
     Result,
-    Snapshot,
+    SentValue,
     Summary,
-    TeamKey,
-    former,
     leaf_name,
 )
+from distnb.wire.exchange import HeldArgument, NamedArgument, Snapshot, TeamKey, Upkeep, former
 from distnb.wire.messages import ObjectId
 
 __all__ = ["Namespace", "Tensor"]
@@ -96,50 +95,52 @@ class Namespace:
             self._key = snapshot.team
             self._forget_team()
         self._replica, self.serial = replica, snapshot.serial
-        self._apply_outcome(snapshot)
+        self._apply_upkeep(snapshot.upkeep or Upkeep())
         self._bind(snapshot)
         self._snapshot = snapshot
         self._before = dict(self.variables)
 
-    def _apply_outcome(self, snapshot: Snapshot) -> None:
+    def _apply_upkeep(self, upkeep: Upkeep) -> None:
         tracker = self._tracker
-        for identity, what in snapshot.adopt.items():
+        for identity, what in upkeep.adopt.items():
             given = what if isinstance(what, str) else what.get(self._replica)
             if isinstance(given, str):
                 self._own(identity, tracker.root(given))
             elif given is not None:
                 self._own(identity, tracker.find(given) if isinstance(given, int) else self._owned[given])
-        tracker.retire_numbers(snapshot.unlike_parts)
-        for old, new in snapshot.renamed.items():
+        tracker.retire_numbers(upkeep.unlike_parts)
+        for old, new in upkeep.renamed.items():
             tracker.rename(old, new)
-        tracker.forget(snapshot.forget)
-        if snapshot.fresh:
+        tracker.forget(upkeep.forget)
+        if upkeep.fresh:
             tracker.clear()
             self._plain.clear()
-        for identity in snapshot.release:
+        for identity in upkeep.release:
             self._ids.pop(id(self._owned.pop(identity, None)), None)
         tracker.drop_unreferenced()
 
     def _bind(self, snapshot: Snapshot) -> None:
-        names, tracker, variables = snapshot.names, self._tracker, self.variables
-        if names is not None:
-            kept = {*names, *snapshot.staying, "__builtins__"}
+        bindings, tracker, variables = snapshot.bindings, self._tracker, self.variables
+        names: tuple[str, ...] = ()
+        if bindings is not None:
+            names = bindings.names
+            kept = {*names, *bindings.staying, "__builtins__"}
             for name in variables.keys() - kept:
                 del variables[name]
-            for name, module in snapshot.imports.items():
+            for name, module in bindings.imports.items():
                 variables[name] = open_module(module)
-        if snapshot.plain is not None:
-            self._plain.update(tracker.open_loose(snapshot.plain))
+            if bindings.plain is not None:
+                self._plain.update(tracker.open_loose(bindings.plain))
         arrived: dict[str, Any] = {}
         if snapshot.pack is not None:
             opening = tracker.opening(snapshot.pack)
             for name in snapshot.pack.names:
                 value = opening.load(name)
-                if name in (names or ()):
+                if name in names:
                     variables[name] = value  # code, which comes first, may be called while other values are opened
             arrived = tracker.merge(opening)
             tracker.accept(arrived)
-        for name in names or ():
+        for name in names:
             if name in arrived:
                 variables[name] = arrived[name]
             elif name in self._plain:
@@ -186,7 +187,7 @@ class Namespace:
         assigned = {
             name: value for name, value in self.variables.items() if name not in before or before[name] is not value
         }
-        values = {name: tracker.root(name) for name in self._snapshot.sections if name in tracker}
+        values = {name: tracker.root(name) for name in self._snapshot.inquiry.sections if name in tracker}
         for name in assigned:
             if name in tracker:
                 new = former(name, serial)
@@ -223,22 +224,18 @@ class Namespace:
     def _described(self, path: str, value: Any) -> Described:
         identity = (self.serial, path)
         if _is_short(value):
-            return Described(kind="plain", value=value)
+            return PlainValue(value)
         if is_plain(value):
-            return Described(kind="plain")
+            return PlainValue(packed=True)
         if type(value) is Tensor:
             summary = Summary(
                 type="torch.Tensor", text=None, shape="()", dtype="float32", device="cpu", number=value.number
             )
             digest = f"float32 {value.number!r} False".encode()
-            return Described(kind="object", digest=digest, identity=self._own(identity, value), summary=summary)
+            return DescribedObject(identity=self._own(identity, value), digest=digest, summary=summary)
         self._own(identity, value)
-        return Described(
-            kind="sent",
-            digest=self._digests.by_name[path],
-            identity=identity,
-            summary=Summary(type=type(value).__name__, text=None, hashing="none"),
-        )
+        summary = Summary(type=type(value).__name__, text=None, hashing="none")
+        return SentValue(DescribedObject(identity=identity, digest=self._digests.by_name[path], summary=summary))
 
     def _own(self, identity: ObjectId, value: Any) -> ObjectId:
         self._owned[identity] = value

@@ -60,7 +60,7 @@ from distnb.values.structure import select
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink
 from distnb.wire.control_channel import ControlLink
-from distnb.wire.exchange import Result
+from distnb.wire.described_values import Result
 from distnb.wire.messages import (
     Apply,
     CallFunction,

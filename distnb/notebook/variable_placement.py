@@ -34,22 +34,21 @@ def _described(state: RemoteState, devices: Mapping[int, str]) -> tuple[str, ...
     engines = state.tracked.key.engines
     replicas = [replica for replica in sorted(state.facts) if replica not in state.lost]
     summaries = [state.facts[replica].summary for replica in replicas]
-    known = [summary for summary in summaries if summary is not None]
     where = [
-        summary.device if summary is not None and ":" in summary.device else devices.get(engines[replica], "")
+        summary.device if ":" in summary.device else devices.get(engines[replica], "")
         for replica, summary in zip(replicas, summaries, strict=True)
     ]
     return (
         _type_name(state),
-        " | ".join(dict.fromkeys(summary.shape for summary in known if summary.shape)),
-        " | ".join(dict.fromkeys(summary.dtype for summary in known if summary.dtype)),
+        " | ".join(dict.fromkeys(summary.shape for summary in summaries if summary.shape)),
+        " | ".join(dict.fromkeys(summary.dtype for summary in summaries if summary.dtype)),
         _grouped(where) or "notebook",
     )
 
 
 def _type_name(state: RemoteState) -> str:
     """Return the name of the object's class, or of the values' class if the components are plain values."""
-    values = [*(fact.value for fact in state.facts.values() if fact.summary is None), *state.local.values()]
+    values = list(state.local.values())
     return type(values[0]).__name__ if values and state.type_name == "object" else state.type_name.rsplit(".", 1)[-1]
 
 

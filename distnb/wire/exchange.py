@@ -1,4 +1,4 @@
-"""The messages about names and objects: snapshots to the engines, and results to the notebook.
+"""The messages to the engines about names and objects. `described_values` has the answers.
 
 They are named tuples because every call sends some of them, and a pickled dataclass also contains its field names.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from distnb.objects.modes.environment import Environment
 from distnb.objects.packing import Packed
@@ -16,27 +15,23 @@ from distnb.options import ReduceOp, StrategySpec
 from distnb.topology import unpickle_team
 from distnb.values import DistributedValues
 from distnb.wire.codec import give_codes
-from distnb.wire.messages import CallFunction, ObjectId, Reply
+from distnb.wire.messages import CallFunction, ObjectId
 
 __all__ = [
-    "RETURNED",
-    "Described",
+    "Bindings",
     "HeldArgument",
-    "Leaf",
-    "Mark",
+    "Inquiry",
     "NamedArgument",
     "Reloads",
     "Request",
-    "Result",
     "Settlement",
     "Snapshot",
-    "Summary",
+    "Surroundings",
     "TeamKey",
+    "Upkeep",
     "follow",
     "former",
     "is_bare",
-    "leaf_name",
-    "name_of_given",
 ]
 
 
@@ -58,20 +53,6 @@ class TeamKey(NamedTuple):
 def former(name: str, serial: int) -> str:
     """Return the new name of a value whose old name was reassigned. Engine objects may still hold the value."""
     return f"{name}#{serial}"
-
-
-RETURNED = "return"
-"""The name of a call's result on the engines. No variable can have it."""
-
-
-def leaf_name(result_name: str, index: int) -> str:
-    """Return the name of a leaf of a result. An operation on a handle has at most one leaf."""
-    return result_name if result_name[0] == "@" else f"{result_name}.{index}"
-
-
-def name_of_given(serial: int) -> str:
-    """Return the name of the result of an operation on a handle. Both sides use it for data that is returned."""
-    return f"@{serial}"
 
 
 class NamedArgument(NamedTuple):
@@ -128,21 +109,13 @@ class Reloads(NamedTuple):
     text_before: str = ""
 
 
-class Snapshot(NamedTuple):
-    """The part of the notebook's namespace that a program needs.
+class Upkeep(NamedTuple):
+    """The changes of the values that the engines keep. They are applied before a program's own values are opened.
+
+    They may arrive twice, since the notebook sends them again if another replica did not receive them.
 
     Attributes:
-        team: The engines of the group that the snapshot is sent to.
-        serial: The number of the snapshot, which is part of the ids of objects that the program creates.
-        names: The names that the program reads; None if the engines' namespace may stay unchanged.
-        staying: The notebook's other names, whose bindings stay.
-        imports: The modules by the names that are bound to them.
-        sections: The names whose values are compared after the program, whether they are bound or not.
-        most_nbytes: The size above which data that the program creates stays on the engines.
-        pack: The values of the sections that the engines lack.
-        plain: The immutable values and handles, by name, that the engines lack.
-        arguments: The arguments of a call, with `NamedArgument`s in them; packed unless they are bare.
-        fresh: Whether the snapshot has everything that is needed, since earlier snapshots may not have arrived.
+        fresh: Whether the engines forget all values, since earlier snapshots may not have arrived.
         renamed: The new names of values that were sent before, by their old names.
         forget: The names whose values may differ between the two sides.
         unlike_parts: The numbers of parts of packs whose objects can no longer be identified by their numbers: the
@@ -150,170 +123,91 @@ class Snapshot(NamedTuple):
         adopt: The objects that become engine objects, by id. Each is identified by the name of a value; or, for each
             replica, by the number that the replica assigned to the object or by the id that the object has there.
         release: The ids that the notebook no longer holds.
-        handles: The engine objects that are described again after the program.
-        environment: The parts of the environment that changed.
-        sources: The texts and names of cells ("Cell In[3]", or ""), by file name, for tracebacks.
-        modules: The submodules to import, and the reloads of local modules, by name.
-        awaited: The submodules that the program's text imports and the notebook does not have.
     """
 
-    team: TeamKey
-    serial: int
-    names: tuple[str, ...] | None = None
-    staying: tuple[str, ...] = ()
-    imports: Mapping[str, str] = {}
-    sections: tuple[str, ...] = ()
-    most_nbytes: int = 0
-    pack: Packed | None = None
-    plain: Packed | None = None
-    arguments: Packed | tuple[tuple[Any, ...], dict[str, Any]] | None = None
     fresh: bool = False
     renamed: Mapping[str, str] = {}
     forget: tuple[str, ...] = ()
     unlike_parts: tuple[int, ...] = ()
     adopt: Mapping[ObjectId, str | Mapping[int, int | ObjectId]] = {}
     release: tuple[ObjectId, ...] = ()
-    handles: tuple[ObjectId, ...] = ()
+
+
+class Bindings(NamedTuple):
+    """The names of the engines' namespace while a program runs. All other names are removed.
+
+    Attributes:
+        names: The names that the program reads.
+        staying: The notebook's other names, whose bindings stay.
+        imports: The modules by the names that are bound to them.
+        plain: The immutable values and handles, by name, that the engines lack.
+    """
+
+    names: tuple[str, ...]
+    staying: tuple[str, ...] = ()
+    imports: Mapping[str, str] = {}
+    plain: Packed | None = None
+
+
+class Surroundings(NamedTuple):
+    """The changes of what surrounds a program's code.
+
+    Attributes:
+        environment: The modes that changed.
+        sources: The texts and names of cells ("Cell In[3]", or ""), by file name, for tracebacks.
+        modules: The submodules to import, and the reloads of local modules, by name.
+    """
+
     environment: Environment | None = None
     sources: Mapping[str, tuple[str, str]] = {}
     modules: Mapping[str, Reloads] = {}
+
+
+class Inquiry(NamedTuple):
+    """The effects that the engines report after a program.
+
+    Attributes:
+        most_nbytes: The size above which data that the program creates stays on the engines.
+        sections: The names whose values are compared, whether they are bound or not.
+        handles: The engine objects that are described again.
+        awaited: The submodules that the program's text imports and the notebook does not have.
+    """
+
+    most_nbytes: int = 0
+    sections: tuple[str, ...] = ()
+    handles: tuple[ObjectId, ...] = ()
     awaited: tuple[str, ...] = ()
+
+
+class Snapshot(NamedTuple):
+    """The part of the notebook's namespace that a program needs.
+
+    A part is None if the engines have it already, as in most calls of a loop.
+
+    Attributes:
+        team: The engines of the group that the snapshot is sent to.
+        serial: The number of the snapshot, which is part of the ids of objects that the program creates.
+        inquiry: The effects to report.
+        upkeep: The changes of the values that the engines keep.
+        surroundings: The changes of what surrounds the program's code.
+        bindings: The names to bind; None if the engines' namespace may stay unchanged.
+        pack: The values of the inquiry's sections that the engines lack.
+        arguments: The arguments of a call, with `NamedArgument`s in them; packed unless they are bare.
+    """
+
+    team: TeamKey
+    serial: int
+    inquiry: Inquiry
+    upkeep: Upkeep | None = None
+    surroundings: Surroundings | None = None
+    bindings: Bindings | None = None
+    pack: Packed | None = None
+    arguments: Packed | tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     @property
     def binds_nothing(self) -> bool:
         """True if the engines have all values that a call needs, under the names that it reads."""
-        return self.names is None and self.pack is None and self.plain is None
-
-
-class Summary(NamedTuple):
-    """A summary of an engine object, which the notebook shows without asking again.
-
-    Attributes:
-        type: The qualified name of the object's class, without the module for builtins.
-        text: The object's own short description; None if it is fetched when the handle is shown.
-        shape, dtype, device: The properties of a tensor or an array, else "".
-        attributes: The names that `dir` returns, for completion.
-        iterates: Whether the object is an iterator.
-        number: The element of a tensor without dimensions in host memory, which costs neither waiting nor memory.
-        graph: Whether the object is a tensor that autograd computed.
-        hashing: The way in which the object is hashed: by its identity, by its value, or not at all.
-    """
-
-    type: str
-    text: str | None
-    shape: str = ""
-    dtype: str = ""
-    device: str = ""
-    attributes: tuple[str, ...] = ()
-    iterates: bool = False
-    number: float | int | complex | None = None
-    graph: bool = False
-    hashing: Literal["identity", "value", "none"] = "identity"
-
-
-class Described(NamedTuple):
-    """The description of a name's value, or of a result, on one replica.
-
-    Attributes:
-        kind: The way in which the value reaches the notebook:
-            "plain": an immutable value, in `value` or in `Result.plain`.
-            "module": a module, whose name is `value`. The id is used if the notebook cannot import it.
-            "sent": data or code in the pack. `value` is its number if the notebook has it. The id is used if the
-            replicas differ.
-            "tracked": an object of the notebook; `value` is its number.
-            "object": an object that stays on the engine.
-        digest: The digest of the content, or None if it is unknown.
-        value: A scalar plain value, a module's name, or an object's number, depending on `kind`; "method" for a method.
-        identity: The object's id on every replica.
-        summary: The summary that the notebook shows, or None.
-        mirrored: Whether the object was created in a scope, and so is kept equal on all replicas.
-        wrapped: Whether the object is a distributed value that holds this replica's component.
-        reads: The global names that the object's code reads.
-        holds: The notebook's names of objects within it, and the ids of engine objects within it.
-        together: Whether the replicas hold parts of a whole value, which they read together.
-        divided: Whether these parts are shards of a module, an optimizer or a tensor.
-        why: The reason why the object stays on the engine although it is not a device object; "" for a device object
-            and for data.
-        nbytes: The size in bytes of data that is too large to be sent; else 0.
-    """
-
-    kind: Literal["plain", "sent", "module", "tracked", "object"]
-    digest: bytes | None = None
-    value: Any = None
-    identity: ObjectId | None = None
-    summary: Summary | None = None
-    mirrored: bool = False
-    wrapped: bool = False
-    reads: tuple[str, ...] = ()
-    holds: tuple[str | ObjectId, ...] = ()
-    together: bool = False
-    divided: bool = False
-    why: str = ""
-    nbytes: int = 0
-
-
-class Leaf:
-    """A placeholder in the structure of a result for one described leaf.
-
-    The class is neither a tuple nor a dataclass: those are structures, so their fields would be the leaves.
-    """
-
-    __slots__ = ("described",)
-
-    def __init__(self, described: Described) -> None:
-        self.described = described
-
-    def __reduce__(self) -> Any:
-        return Leaf, (self.described,)
-
-
-class Result(NamedTuple):
-    """The effects of a program on one replica.
-
-    Attributes:
-        serial: The serial of the program's snapshot.
-        names: The descriptions of the names that the program assigned.
-        deleted: The names that the program deleted.
-        changed: The digests of values that the program changed in place, by the names of the snapshot; None for an
-            unknown digest.
-        pack: The changed values, except those that now hold too many device objects, and the assigned values of kind
-            "sent". It is bare if another replica sends the same pack, or if the notebook does not use it.
-        plain: The plain values, except scalars, that the program assigned or returned, by name.
-        fresh: The descriptions of engine objects that the pack refers to and that have no handle yet.
-        handles: New descriptions of the engine objects that the program read.
-        imported: The awaited submodules that are now imported.
-        environment: The parts of the environment that the program changed; None if it changed none.
-        result: The structure of a call's result, with `Leaf`s.
-        result_name: The name under which the engines keep the result.
-        sources: The texts of an earlier notebook's cells, by file name, for tracebacks.
-    """
-
-    serial: int
-    names: Mapping[str, Described] = {}
-    deleted: tuple[str, ...] = ()
-    changed: Mapping[str, bytes | None] = {}
-    pack: Packed | None = None
-    plain: Packed | None = None
-    fresh: Mapping[ObjectId, Described] = {}
-    handles: Mapping[ObjectId, Described] = {}
-    imported: tuple[str, ...] = ()
-    environment: Environment | None = None
-    result: Any = None
-    result_name: str = RETURNED
-    sources: Mapping[str, str] = {}
-
-    @property
-    def data_given(self) -> dict[str, Described]:
-        """The data that an operation on a handle returned, by the name that both sides use for it."""
-        if self.pack is None or self.result_name not in self.pack.names:
-            return {}
-        return {self.result_name: self.result[0].described}
-
-    @property
-    def only_returned(self) -> bool:
-        """True if the call had no effect except its result."""
-        effects = self.names, self.deleted, self.changed, self.fresh, self.handles, self.imported
-        return not any(effects) and self.pack is None and self.environment is None
+        return self.bindings is None and self.pack is None
 
 
 class Request(NamedTuple):
@@ -352,17 +246,8 @@ class Settlement(NamedTuple):
     strategies: tuple[StrategySpec, ...]
 
 
-@dataclass
-class Mark:
-    """The state of the engine's namespace when a program began."""
-
-    before: dict[str, Any]
-    snapshot: Snapshot
-    environment: Environment
-
-
 give_codes(
     0,
-    *(CallFunction, unpickle_team, StrategySpec, Snapshot, NamedArgument, HeldArgument, ReduceOp),
-    *(Reply, Result, Leaf, Described),
+    *(CallFunction, unpickle_team, StrategySpec, NamedArgument, HeldArgument, ReduceOp),
+    *(Snapshot, Upkeep, Bindings, Surroundings, Inquiry),
 )

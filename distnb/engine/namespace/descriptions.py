@@ -24,14 +24,25 @@ from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.runtime.scopes.divided_objects import is_divided
 from distnb.runtime.scopes.mirrored_objects import is_apart, is_mirrored, is_read_together, read_together
 from distnb.values import DistributedValues, structure
-from distnb.wire.exchange import RETURNED, Described, Leaf, Summary, leaf_name
+from distnb.wire.described_values import (
+    RETURNED,
+    Described,
+    DescribedObject,
+    Leaf,
+    ModuleValue,
+    PlainValue,
+    SentValue,
+    Sharing,
+    Summary,
+    TrackedValue,
+    leaf_name,
+)
 from distnb.wire.messages import ObjectId
 
 __all__ = ["Describer", "own_part", "summarise"]
 
 _SHORT_ELEMENTS = 64
 _SHORT_CHARACTERS = 400
-_UNKNOWN = Described(kind="object")
 
 
 class Describer:
@@ -55,8 +66,10 @@ class Describer:
         self.plain: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
         self.digests = Digests()
-        self.fresh: dict[ObjectId, Described] = {}
-        self._described: dict[str, Described] = {}  # the findings of the surveys, by path
+        self.fresh: dict[ObjectId, DescribedObject] = {}
+        self._described: dict[
+            str, SentValue | TrackedValue | DescribedObject
+        ] = {}  # the findings of the surveys, by path
         self._paths: dict[int, str] = {}  # the paths of surveyed values, by `id()`
         objects.references.forget_program()
 
@@ -81,15 +94,15 @@ class Describer:
                 data[path] = value
         for path, value in data.items():
             twin = self._paths.setdefault(id(value), path)
-            self._described[path] = self._survey(value, path) if twin == path else self._described[twin]
-            by_value = self._described[path].kind != "object"
-            if self._described[path].kind == "sent":
+            described = self._survey(value, path) if twin == path else self._described[twin]
+            self._described[path] = described
+            if isinstance(described, SentValue):
                 self.sent[path] = value
-                self.digests.by_name[path] = self._described[path].digest or b""
-            objects.own((self._serial, path), value, by_value=by_value)
+                self.digests.by_name[path] = described.kept.digest or b""
+            objects.own((self._serial, path), value, by_value=not isinstance(described, DescribedObject))
 
-    def _survey(self, value: Any, path: str) -> Described:
-        """Describe data before it is sent, or as kind "object" if it stays."""
+    def _survey(self, value: Any, path: str) -> SentValue | TrackedValue | DescribedObject:
+        """Describe data before it is sent, or as an object if it stays."""
         objects, surveyor, identity = self._objects, self.surveyor, (self._serial, path)
         number = objects.tracker.number_of(value)
         digests = Digests(by_name={name: digest for name, digest in self.digests.by_name.items() if name[:1] == "%"})
@@ -99,21 +112,18 @@ class Describer:
             self.digests.by_name |= digests.by_name
             self.digests.unordered |= digests.unordered
             self.digests.classes |= digests.classes
-            summary = summarise(value, brief=True)
-            reads, holds = tuple(sorted(digests.names)), surveyor.held[path]
-            return Described(
-                kind="sent",
-                digest=digests.by_name[path],
-                value=number,
+            kept = DescribedObject(
                 identity=identity,
-                summary=summary,
-                reads=reads,
-                holds=holds,
+                digest=digests.by_name[path],
+                summary=summarise(value, brief=True),
+                reads=tuple(sorted(digests.names)),
+                holds=surveyor.held[path],
             )
-        described = Described(kind="object", identity=identity)
+            return SentValue(kept, number)
+        described = DescribedObject(identity=identity)
         if path in surveyor.errors:
             if number is not None:
-                described = Described(kind="tracked", value=number)
+                return TrackedValue(number)
             error = surveyor.errors[path]
             reason = str(error) if isinstance(error, CannotTravelError) else f"{type(error).__name__}: {error}"
             described = described._replace(why=f"it cannot be pickled ({reason})")
@@ -139,30 +149,34 @@ class Describer:
             held: These names, by the path of the value that holds them.
         """
         for path, names in held.items():
-            if path in self.sent:
-                described = self._described[path]
-                self._described[path] = described._replace(holds=tuple({*described.holds, *names} - {path}))
+            described = self._described.get(path)
+            if isinstance(described, SentValue):
+                kept = described.kept
+                self._described[path] = SentValue(
+                    kept._replace(holds=tuple({*kept.holds, *names} - {path})), described.number
+                )
 
     def value(self, value: Any, path: str, *, brief: bool = False) -> Described:
         """Describe the value of a name, or a result. A new object is kept under `path`."""
         if issubclass(type(value), types.ModuleType):
             known = self._objects.id_of(value)
             identity = known if known is not None else self._objects.own((self._serial, path), value)
-            return Described(kind="module", value=value.__name__, identity=identity)
+            return ModuleValue(value.__name__, identity)
         if type(value) in SCALARS or (type(value) is str and len(value) < _SHORT_CHARACTERS):
-            return Described(kind="plain", digest=None, value=value)
+            return PlainValue(value)
         if is_plain(value):
             self.plain[path] = value
-            return Described(kind="plain")
-        if path in self.sent:
-            return self._described[path]._replace(identity=(self._serial, path))
+            return PlainValue(packed=True)
+        described = self._described.get(path)
+        if isinstance(described, SentValue):
+            return SentValue(described.kept._replace(identity=(self._serial, path)), described.number)
         tracker = self._objects.tracker
         number = tracker.number_of(value)
         if number is not None and self._objects.id_of(value) is None:
-            return Described(kind="tracked", value=number)
+            return TrackedValue(number)
         return self.object(value, self._objects.own((self._serial, path), value), brief=brief, surveyed=path)
 
-    def object(self, value: Any, identity: ObjectId, *, brief: bool = False, surveyed: str = "") -> Described:
+    def object(self, value: Any, identity: ObjectId, *, brief: bool = False, surveyed: str = "") -> DescribedObject:
         """Describe an object that stays on the engine, behind a handle.
 
         If an object cannot be described, its summary gives the reason, so that the others can still be described.
@@ -174,11 +188,10 @@ class Describer:
             return self._object(value, identity, brief=brief, surveyed=surveyed)
         except Exception as error:  # whatever a user's class or a rare kind of tensor raises  # noqa: BLE001
             text = f"<{type(value).__name__} that cannot be described: {type(error).__name__}: {error}>"
-            return Described(
-                kind="object", identity=identity, summary=Summary(type=_type_name(type(value)), text=_shortened(text))
-            )
+            summary = Summary(type=_type_name(type(value)), text=_shortened(text))
+            return DescribedObject(identity=identity, summary=summary)
 
-    def _object(self, value: Any, identity: ObjectId, *, brief: bool, surveyed: str) -> Described:
+    def _object(self, value: Any, identity: ObjectId, *, brief: bool, surveyed: str) -> DescribedObject:
         mirrored, together = is_mirrored(value), is_read_together(value)
         wrapped = isinstance(value, DistributedValues)
         # The content of a distributed value is not read, since that would wait for the device.
@@ -187,7 +200,9 @@ class Describer:
         summary = summarise(value, brief=brief or together)
         if summary.number is not None and not wrapped:
             return self._number(value, identity, summary)
-        known = self._described.get(surveyed, _UNKNOWN)
+        known = self._described.get(surveyed)
+        if not isinstance(known, DescribedObject):
+            known = DescribedObject(identity=identity)
         if known.digest is not None:
             return known._replace(identity=identity, summary=summary)
         divided = together and is_divided(value)
@@ -195,28 +210,24 @@ class Describer:
         unread = wrapped or (divided and is_archived(type(value)))
         survey = None if unread else ContentSurveyor(self._objects, value, tensors=compared)
         digest = survey.digest_of_root() if survey is not None else None
-        return Described(
-            kind="object",
-            digest=digest if compared else None,
+        return DescribedObject(
             identity=identity,
+            digest=digest if compared else None,
             summary=summary,
-            mirrored=mirrored,
-            together=together,
-            divided=divided,
-            wrapped=wrapped,
+            sharing=Sharing(mirrored=mirrored, wrapped=wrapped, together=together, divided=divided),
             reads=tuple(sorted(survey.seen.names)) if survey is not None else (),
             holds=survey.holds() if survey is not None else (),
             why=known.why or (self.surveyor.reasons.get(identity, "") if "surveyor" in vars(self) else ""),
             nbytes=known.nbytes,
         )
 
-    def _number(self, value: Any, identity: ObjectId, summary: Summary) -> Described:
+    def _number(self, value: Any, identity: ObjectId, summary: Summary) -> DescribedObject:
         """Describe a tensor of one number, such as a step's loss, without pickling it."""
         tracker = self._objects.tracker
         number = tracker.number_of_memory(value.data_ptr(), 1)
         holds = () if number is None else (tracker.name_of(number),)
         digest = f"{summary.dtype} {summary.number!r} {summary.graph}".encode()
-        return Described(kind="object", digest=digest, identity=identity, summary=summary, holds=holds)
+        return DescribedObject(identity=identity, digest=digest, summary=summary, holds=holds)
 
     def register_fresh(self, value: Any) -> ObjectId:
         """Give an id to an object that stays, if sent data refers to it and no survey has found it."""
@@ -234,7 +245,7 @@ class Describer:
     def tree(self, value: Any) -> Any:
         """Return the structure of a result, with a `Leaf` for each of its leaves."""
         if type(value) in SCALARS:
-            return Leaf(Described(kind="plain", digest=None, value=value))
+            return Leaf(PlainValue(value))
         try:
             leaves, shape = structure.flatten(value)
         except Exception:  # the container holds itself, or its class raises any error  # noqa: BLE001

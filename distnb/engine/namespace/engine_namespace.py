@@ -6,6 +6,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,18 +29,8 @@ from distnb.objects.modes.environment import (
 )
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
-from distnb.wire.exchange import (
-    RETURNED,
-    HeldArgument,
-    Leaf,
-    Mark,
-    NamedArgument,
-    Result,
-    Snapshot,
-    TeamKey,
-    former,
-    name_of_given,
-)
+from distnb.wire.described_values import RETURNED, Leaf, Result, as_object, name_of_given
+from distnb.wire.exchange import HeldArgument, NamedArgument, Snapshot, Surroundings, TeamKey, Upkeep, former
 from distnb.wire.messages import ObjectId
 
 __all__ = ["EngineNamespace"]
@@ -49,6 +40,15 @@ _HIDDEN = re.compile(
     r"_+|_i+|_\d+|_i\d+|_[od]h|In|Out|exit|quit|open|get_ipython|__\w+__|__(compiled_fn|resume_at|import|builtins_dict)_\w+"
 )
 _SHOWN = frozenset({"_", "__all__", "__annotations__"})
+
+
+@dataclass
+class Mark:
+    """The state of the namespace when a program began."""
+
+    before: dict[str, Any]
+    snapshot: Snapshot
+    environment: Environment
 
 
 class EngineNamespace:
@@ -99,12 +99,13 @@ class EngineNamespace:
         objects.replica = replica
         self.teams.program_begins(snapshot.serial)
         torch.clear_autocast_cache()  # values that were cast in an earlier program may be out of date
-        self._apply_outcome(objects, snapshot)
-        environment = None if snapshot.environment is None else snapshot.environment.on(self.teams.place)
+        self._apply_upkeep(objects, snapshot.upkeep or Upkeep())
+        environment, sources, modules = snapshot.surroundings or Surroundings()
         if environment is not None:
+            environment = environment.on(self.teams.place)
             apply_environment(environment, early=True)
-        self._modules.follow(snapshot.modules)
-        for filename, (text, label) in snapshot.sources.items():
+        self._modules.follow(modules)
+        for filename, (text, label) in sources.items():
             remember_source(filename, text, label)
         with outside_inference():
             self._bind(objects, snapshot)
@@ -122,12 +123,9 @@ class EngineNamespace:
         return args, kwargs
 
     @spared
-    def _apply_outcome(self, objects: EngineObjects, snapshot: Snapshot) -> None:
-        """Apply the notebook's decisions on the results of earlier programs.
-
-        They may arrive twice, since the notebook sends them again if another replica did not receive them.
-        """
-        for identity, what in snapshot.adopt.items():
+    def _apply_upkeep(self, objects: EngineObjects, upkeep: Upkeep) -> None:
+        """Apply the notebook's decisions on the results of earlier programs, even if there are none."""
+        for identity, what in upkeep.adopt.items():
             if identity in objects.owned:
                 # The object may have been sent without agreement of the replicas. It now needs its id, unless it is one
                 # of the notebook's own objects.
@@ -141,32 +139,31 @@ class EngineNamespace:
                 with contextlib.suppress(KeyError):  # an engine that was replaced meanwhile does not have the object
                     found = objects.tracker.find(given) if isinstance(given, int) else objects.owned[given]
                     objects.own(identity, found)
-        objects.tracker.settle(snapshot.unlike_parts)
-        if snapshot.unlike_parts:
-            objects.tracker.retire_numbers(snapshot.unlike_parts)
-        for old, new in snapshot.renamed.items():
+        objects.tracker.settle(upkeep.unlike_parts)
+        objects.tracker.retire_numbers(upkeep.unlike_parts)
+        for old, new in upkeep.renamed.items():
             objects.tracker.rename(old, new)
-        if snapshot.forget:
-            objects.tracker.forget(snapshot.forget)
-        if snapshot.fresh:
+        objects.tracker.forget(upkeep.forget)
+        if upkeep.fresh:
             objects.tracker.clear()
             objects.plain.clear()
-        objects.release(snapshot.release)
+        objects.release(upkeep.release)
         objects.tracker.drop_unreferenced()
 
     def _bind(self, objects: EngineObjects, snapshot: Snapshot) -> None:
-        user_ns, tracker, names, pack = self.user_ns, objects.tracker, snapshot.names, snapshot.pack
-        if names is not None:
-            kept = {*names, *snapshot.staying}
+        user_ns, tracker, bindings, pack = self.user_ns, objects.tracker, snapshot.bindings, snapshot.pack
+        wanted = frozenset[str]()
+        if bindings is not None:
+            wanted = frozenset(bindings.names)
+            kept = wanted.union(bindings.staying)
             for name in [name for name in user_ns if name not in kept and not self._is_hidden(name)]:
                 del user_ns[name]
             for name in objects.plain.keys() - kept:
                 del objects.plain[name]
-            for name, module in snapshot.imports.items():
+            for name, module in bindings.imports.items():
                 user_ns[name] = open_module(module)
-        wanted = frozenset(names or ())
-        if snapshot.plain is not None:
-            objects.plain.update(tracker.open_loose(snapshot.plain))
+            if bindings.plain is not None:
+                objects.plain.update(tracker.open_loose(bindings.plain))
         arriving = () if pack is None else pack.names
         for name in wanted.difference(arriving):
             if name in objects.plain:
@@ -249,9 +246,9 @@ class EngineNamespace:
         """
         snapshot = mark.snapshot
         objects, serial = self.teams.of(snapshot.team), snapshot.serial
-        describer = Describer(objects, serial, snapshot.most_nbytes)
+        describer = Describer(objects, serial, snapshot.inquiry.most_nbytes)
         assigned = self._assigned(mark.before)
-        values = {name: objects.tracker.root(name) for name in snapshot.sections if name in objects.tracker}
+        values = {name: objects.tracker.root(name) for name in snapshot.inquiry.sections if name in objects.tracker}
         for name in assigned:
             if name in objects.tracker:
                 objects.tracker.rename(name, former(name, serial))
@@ -265,7 +262,7 @@ class EngineNamespace:
         described = result(describer) if result is not None else None
         handles = {
             identity: describer.object(objects.owned[identity], identity)
-            for identity in snapshot.handles
+            for identity in snapshot.inquiry.handles
             if identity in objects.owned
         }
         deleted = tuple(name for name in mark.before if name not in self.user_ns and not self._is_hidden(name))
@@ -285,7 +282,7 @@ class EngineNamespace:
             environment=environment if environment is not None and environment.modes else None,
             result=described,
             result_name=result_name,
-            imported=tuple(name for name in snapshot.awaited if name in sys.modules),
+            imported=tuple(name for name in snapshot.inquiry.awaited if name in sys.modules),
         )
 
     def _pack(
@@ -392,7 +389,8 @@ class EngineNamespace:
         modes = {name: value for name, value in mark.environment.modes.items() if name not in RESTORED}
         mark.environment = Environment(modes, mark.environment.cell)
         result = self.finish(mark)
-        kept = {described.identity for described in result.names.values()} | result.fresh.keys()
+        kept = {each.identity for described in result.names.values() if (each := as_object(described)) is not None}
+        kept |= result.fresh.keys()
         objects.release([identity for identity in objects.owned if identity not in kept])
         return result._replace(sources=remembered)
 

@@ -33,7 +33,8 @@ from distnb.runtime.scopes.replica_parts import hand_over, is_part
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import resolve
 from distnb.values import DistributedValues
-from distnb.wire.exchange import Described, Leaf, Request, Settlement, Summary, TeamKey, follow
+from distnb.wire.described_values import METHOD, Summary
+from distnb.wire.exchange import Request, Settlement, TeamKey, follow
 from distnb.wire.messages import Apply, ObjectId
 from distnb.wire.value_facts import Inspected
 
@@ -106,10 +107,7 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         return namespace.finish_with(lambda describer: summary)
     result = _OPERATIONS[message.operation](target, args, kwargs)
     if message.operation == "get" and isinstance(result, _METHODS) and getattr(result, "__self__", None) is not None:
-        # The handle calls the method by its path, so the method itself is not kept here.
-        return namespace.finish_with(
-            lambda describer: [Leaf(Described(kind="object", summary=summarise(result), value="method"))]
-        )
+        return namespace.finish_with(lambda describer: METHOD)  # which is not kept here
     # Most results of operators are operands of others. Their texts are fetched when they are shown.
     brief = message.operation == "apply"
     return namespace.finish_operation([result], brief=brief)

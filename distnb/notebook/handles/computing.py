@@ -54,7 +54,7 @@ def _check_graphs(name: str, leaves: Sequence[Any]) -> None:
         fact for leaf in leaves if isinstance(leaf, DistributedValues) for fact in state_of_handle(leaf).facts.values()
     ]
     if (
-        any(fact.summary is not None and fact.summary.graph for fact in facts)
+        any(fact.summary.graph for fact in facts)
         and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         and torch.is_grad_enabled()
     ):

@@ -86,9 +86,8 @@ class _Handle(DistributedValues):
         state = state_of_handle(self)
         names = {"values", "component", "num_replicas", "replica_ids", "numpy", "item"}
         for fact in state.facts.values():
-            if fact.summary is not None:
-                names.update(fact.summary.attributes)
-                names.update(name for name in dir(_class_named(fact.summary.type)) if not name.startswith("__"))
+            names.update(fact.summary.attributes)
+            names.update(name for name in dir(_class_named(fact.summary.type)) if not name.startswith("__"))
         return sorted(names)
 
     # -- forwarding ------------------------------------------------------------------------------------------------
@@ -309,12 +308,12 @@ def _hashing(handle: DistributedValues) -> set[str]:
     """Return the ways in which the components are hashed: by "identity", by "value", or not at all ("none")."""
     state = state_of_handle(handle)
     local = {"value"} if state.local else set()
-    return local | {str(fact.summary.hashing) for fact in state.facts.values() if fact.summary is not None}
+    return local | {str(fact.summary.hashing) for fact in state.facts.values()}
 
 
 def _is_array(handle: DistributedValues) -> bool:
     """Return whether the object is a tensor, an array or a variable, which is compared element by element."""
-    return any(fact.summary is not None and fact.summary.dtype for fact in state_of_handle(handle).facts.values())
+    return any(fact.summary.dtype for fact in state_of_handle(handle).facts.values())
 
 
 def _has_labels(handle: DistributedValues) -> bool:
@@ -324,7 +323,7 @@ def _has_labels(handle: DistributedValues) -> bool:
 
 def _check_not_scalar(handle: DistributedValues, wish: str) -> None:
     """Raise if the object is a number: `torch.tensor([handle, …])` treats objects of unknown types as sequences."""
-    if any(fact.summary is not None and fact.summary.shape == "()" for fact in state_of_handle(handle).facts.values()):
+    if any(fact.summary.shape == "()" for fact in state_of_handle(handle).facts.values()):
         raise DistributedValueError(
             f"This is a handle of a 0-d tensor, which cannot be {wish}. Get its number with handle.item() or "
             "float(handle), or stack several handles into one tensor with torch.stack(handles)."
@@ -332,7 +331,7 @@ def _check_not_scalar(handle: DistributedValues, wish: str) -> None:
 
 
 def _is_iterator(handle: DistributedValues) -> bool:
-    return any(fact.summary is not None and fact.summary.iterates for fact in state_of_handle(handle).facts.values())
+    return any(fact.summary.iterates for fact in state_of_handle(handle).facts.values())
 
 
 def make_handle(state: RemoteState, *, mirrored: bool, size: int) -> DistributedValues:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StaleHandleError, UnassignedError
 from distnb.values import DistributedValues
-from distnb.wire.exchange import Described
+from distnb.wire.described_values import UNKNOWN, DescribedObject
 from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class RemoteState:
     tracked: TrackedObjects
     operations: HandleOperations
     identity: ObjectId
-    facts: dict[int, Described]
+    facts: dict[int, DescribedObject]
     local: dict[int, Any] = field(default_factory=dict)
     name: str = ""
     gone: set[int] = field(default_factory=set)
@@ -79,8 +79,8 @@ class RemoteState:
                 such a tensor.
         """
         fact = self.facts.get(replica)
-        summary = None if fact is None or self.outdated else fact.summary
-        if summary is None or summary.number is None or (summary.graph and not detached):
+        summary = UNKNOWN if fact is None or self.outdated else fact.summary
+        if summary.number is None or (summary.graph and not detached):
             return None
         import torch
 
@@ -101,7 +101,7 @@ class RemoteState:
     @property
     def type_name(self) -> str:
         """The name of the object's class, on the first replica that has the object."""
-        return next((fact.summary.type for fact in self.facts.values() if fact.summary), "object")
+        return next((fact.summary.type for fact in self.facts.values() if fact.summary != UNKNOWN), UNKNOWN.type)
 
     @property
     def why(self) -> str:
@@ -111,12 +111,12 @@ class RemoteState:
     @property
     def together(self) -> bool:
         """True if the replicas hold parts of one value, which they combine together."""
-        return any(fact.together for fact in self.facts.values())
+        return any(fact.sharing.together for fact in self.facts.values())
 
     @property
     def divided(self) -> bool:
         """True if the replicas hold shards of the object."""
-        return any(fact.divided for fact in self.facts.values())
+        return any(fact.sharing.divided for fact in self.facts.values())
 
     @property
     def lost(self) -> set[int]:

@@ -53,8 +53,6 @@ def _cells(state: RemoteState, replica: int) -> tuple[str, str, str, str, str]:
     if fact is None:
         return "", "", "", "", _UNASSIGNED
     summary = fact.summary
-    if summary is None:
-        return type(fact.value).__name__, "", "", "", repr(fact.value)
     return summary.type, summary.shape, summary.dtype, summary.device, summary.text or ""
 
 
@@ -85,17 +83,14 @@ def as_model(handle: DistributedValues) -> ValueModel:
             absent[replica] = _UNASSIGNED
         elif inspected is not None and replica in inspected:
             components[replica] = inspected[replica]
-        elif fact.summary is None:
-            components[replica] = inspect(fact.value)
         else:
-            each = fact.summary
-            shape = each.shape
+            summary = fact.summary
             components[replica] = Inspected(
-                type=each.type.rsplit(".", 1)[-1],
-                text=each.text or "",
-                shape=shape,
-                dtype=each.dtype,
-                device=each.device,
+                type=summary.type.rsplit(".", 1)[-1],
+                text=summary.text or "",
+                shape=summary.shape,
+                dtype=summary.dtype,
+                device=summary.device,
                 note="not inspected",
             )
     notes = () if inspected is not None else (_EARLIER.strip(),)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.handles.handle import HANDLES
 from distnb.notebook.namespace.user_names import is_user_name
 from distnb.objects.plain import is_plain, same
 from distnb.objects.tracking import Tracker
 from distnb.values import Mirrored
+from distnb.wire.exchange import Bindings
+
+if TYPE_CHECKING:
+    from distnb.notebook.namespace.needs import Needs
 
 __all__ = ["BoundNames"]
 
@@ -89,6 +93,44 @@ class BoundNames:
             for name in self._there
             if name in user_ns and not self._is_bound_to(name, value := user_ns[name]) and _is_small(value)
         ]
+
+    def bindings(
+        self,
+        needs: Needs,
+        user_ns: Mapping[str, Any],
+        assigned: Collection[str],
+        packed: Collection[str],
+        *,
+        cell: bool,
+    ) -> Bindings | None:
+        """Return the names to bind for a program, and note that they are bound; None if they are bound already.
+
+        Args:
+            needs: The names that the program reads.
+            user_ns: The notebook's variables.
+            assigned: The names that the program assigns.
+            packed: The names whose values are sent with the program.
+            cell: True for a cell, which always binds its names: a thread of an earlier cell may have changed them.
+        """
+        names = tuple(needs.names)
+        plain = {name: value for name, value in needs.plain.items() if not self.is_sent(name, value)}
+        if not (cell or plain or not set(packed).isdisjoint(names) or not self._are_bound(names, user_ns)):
+            return None
+        staying = self.keep(user_ns, set(assigned).difference(names))
+        self.latest = names
+        for name, value in {**plain, **{name: user_ns[name] for name in needs.imports}}.items():
+            self.send(name, value)
+        return Bindings(
+            names=names,
+            staying=staying,
+            imports=needs.imports,
+            plain=self._tracker.pack_loose(plain) if plain else None,
+        )
+
+    def _are_bound(self, names: tuple[str, ...], user_ns: Mapping[str, Any]) -> bool:
+        """Return whether the latest snapshot has bound the names that a call needs, and the notebook still has them."""
+        latest = self.latest
+        return latest is not None and set(names) <= set(latest) and all(name in user_ns for name in latest)
 
     def keep(self, user_ns: Mapping[str, Any], assigned: Collection[str]) -> tuple[str, ...]:
         """Return the notebook's names that stay bound on the engines although a program does not read them.

@@ -13,7 +13,8 @@ from distnb.notebook.namespace.tracked_objects import TrackedObjects
 from distnb.objects.packing import Packed
 from distnb.options import StrategySpec
 from distnb.values import DistributedValues
-from distnb.wire.exchange import Request, Result, Settlement, Snapshot, Summary, TeamKey, name_of_given
+from distnb.wire.described_values import METHOD, Result, Summary, name_of_given
+from distnb.wire.exchange import Request, Settlement, Snapshot, TeamKey
 from distnb.wire.messages import ObjectId
 from distnb.wire.value_facts import Holding, Inspected
 
@@ -83,8 +84,7 @@ class HandleOperations:
         if not state.facts and state.local:
             raise AttributeError(_no_object(state))
         results = self._results(handle, "get", (), {}, path)
-        first = next(iter(results.values()))
-        if first.result[0].described.value == "method":
+        if next(iter(results.values())).result == METHOD:
             self._namespace.apply_call(state.tracked, results, with_result=False)
             return RemoteMethod(handle, path)
         return self._apply(handle, results)[0]
@@ -112,7 +112,7 @@ class HandleOperations:
         self.before()
         snapshot = self._namespace.call_snapshot(tracked, (tuple(args), dict(kwargs)), touched=(handle,))
         answers = self._ask(tracked, operation, state.identity, Request(snapshot=snapshot, path=path, answers=asked))
-        state.add_held(name for name in snapshot.sections if name.startswith("@"))
+        state.add_held(name for name in snapshot.inquiry.sections if name.startswith("@"))
         self.changes += operation not in _READ_ONLY
         state.as_of = -1
         return answers
@@ -189,12 +189,8 @@ class HandleOperations:
             Whether they are up to date. While an engine is stuck, they may not be.
         """
         state = state_of_handle(handle)
-        missing = any(
-            fact.summary is None or (fact.summary.text is None and not fact.summary.shape)
-            for fact in state.facts.values()
-        )
-        unseen = any(fact.summary is not None and fact.summary.text is None for fact in state.facts.values())
-        if not (state.outdated or missing or unseen) or state.tracked.ended or not state.facts.keys() - state.lost:
+        unseen = any(fact.summary.text is None for fact in state.facts.values())
+        if not (state.outdated or unseen) or state.tracked.ended or not state.facts.keys() - state.lost:
             return True
         operation = "read_summary" if state.together and not state.lost else "summary"
         try:
@@ -213,8 +209,6 @@ class HandleOperations:
 
         Components that the notebook has itself are left out.
         """
-        if not any(fact.summary is not None for fact in state_of_handle(handle).facts.values()):
-            return {}
         found: dict[int, Inspected] | None = self._inspect_components(handle, "inspect")
         return found
 

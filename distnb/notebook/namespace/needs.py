@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.user_names import is_user_name, user_names
+from distnb.notebook.output.wording import cell_name
 from distnb.objects.code.definitions import UNPICKLING, is_code
 from distnb.objects.digesting import Digests
 from distnb.objects.plain import is_plain
@@ -72,6 +74,22 @@ class Needs:
                 self.more.extend(user_names(user_ns))
             for handle in list(references.met.values()):
                 self.follow_handle(handle)
+
+    def sources(self) -> dict[str, tuple[str, str]]:
+        """Return the texts of the program and of the functions that it reads, and names, by file name."""
+        found = {name: (text, cell_name(name)) for name, text in self.digests.sources.items()}
+        if self.own_source is not None:
+            name, text, label = self.own_source
+            found[name] = text, label
+        return found
+
+    def awaited(self) -> tuple[str, ...]:
+        """Return the submodules that the program's text imports and the notebook does not have."""
+        return tuple(name for name in sorted(self.digests.attributes) if "." in name and name not in sys.modules)
+
+    def imported(self) -> list[types.ModuleType]:
+        """Return the modules that the program reads."""
+        return [value for name in self.imports if isinstance(value := self._user_ns.get(name), types.ModuleType)]
 
     def modules(self) -> set[str]:
         """Return the modules that the program reads or imports, and those that define its values and their classes."""

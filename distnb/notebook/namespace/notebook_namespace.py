@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from typing import Any
 
 from distnb.errors import NamespaceError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
-from distnb.notebook.namespace.bound_names import BoundNames
 from distnb.notebook.namespace.handle_operations import HandleOperations, Perform
 from distnb.notebook.namespace.local_copies import LocalCopies
 from distnb.notebook.namespace.module_watch import ModuleWatch
@@ -24,7 +22,6 @@ from distnb.notebook.namespace.tracked_teams import Grown, TrackedTeams
 from distnb.notebook.namespace.user_names import user_names
 from distnb.objects.code.definitions import Classes, is_code, is_simple
 from distnb.objects.code.reads import names_read
-from distnb.objects.modes.environment import capture_environment
 from distnb.objects.packing import Packed
 from distnb.objects.plain import is_plain
 from distnb.options import DATA_LIMIT_NBYTES, StrategySpec
@@ -32,7 +29,8 @@ from distnb.runtime.this_process import this_process
 from distnb.topology import Team
 from distnb.values import DistributedValues, Future
 from distnb.views.wording import cell_name
-from distnb.wire.exchange import HeldArgument, NamedArgument, Result, Snapshot, TeamKey, is_bare
+from distnb.wire.described_values import Result
+from distnb.wire.exchange import HeldArgument, Inquiry, NamedArgument, Snapshot, TeamKey, Upkeep, is_bare
 from distnb.wire.messages import ObjectId
 
 __all__ = ["NotebookNamespace"]
@@ -136,8 +134,7 @@ class NotebookNamespace:
 
     def may_be_changed(self, team: Team) -> bool:
         """Return whether a call under way may change an object of the notebook's in place."""
-        tracked = self._teams.of(team)
-        return any(serial in tracked.outstanding for serial in tracked.changing)
+        return self._teams.of(team).may_be_changed
 
     def reads(self, team: Team, objects: set[ObjectId]) -> bool:
         """Return whether the call that was packed last reads one of these engine objects."""
@@ -251,8 +248,9 @@ class NotebookNamespace:
     def restoring_snapshot(self, tracked: TrackedObjects) -> Snapshot:
         """Return the snapshot of a program that describes all that the engines of an adopted team have."""
         serial = next(self._serials)
-        snapshot = Snapshot(team=tracked.key, serial=serial, most_nbytes=self.most_nbytes, fresh=True)
-        tracked.outstanding[serial] = snapshot
+        inquiry = Inquiry(most_nbytes=self.most_nbytes)
+        snapshot = Snapshot(team=tracked.key, serial=serial, inquiry=inquiry, upkeep=Upkeep(fresh=True))
+        tracked.note(snapshot, changing=False)
         return snapshot
 
     def restored(self, tracked: TrackedObjects, results: Mapping[int, Result]) -> None:
@@ -313,72 +311,43 @@ class NotebookNamespace:
         assigned: Collection[str],
         described: Sequence[ObjectId],
     ) -> Snapshot:
+        """Make the parts of a snapshot. Each part's owner notes what the engines have from now on.
+
+        The upkeep comes last, since packing the values and binding the names add to it.
+        """
         serial = next(self._serials)
-        tracker = tracked.tracker
         # In the order of opening: code comes first, since opening the other values may need it.
         sections = dict(sorted(needs.sections.items(), key=lambda section: not is_code(section[1])))
-        tracked.forget_arguments(frozenset(sections))
-        tracked.bound.send_by_value(sections)
-        rebound = [name for name in sections if name in tracker and tracker.root(name) is not sections[name]]
-        tracked.release_names(rebound, serial)
-        lacking = tracker.lacking(sections, needs.digests)
-        pack = None
-        if lacking:
-            pack = tracker.pack(serial << 1, sections, needs.digests, lacking)
-            if pack.nbytes > _LARGE_NBYTES:
-                what = ", ".join(f"`{name}`" for name in pack.names if not name.startswith("@"))
-                size = f"{pack.nbytes / 1e6:,.0f} MB to {tracked.size} replica(s)"
-                self._announce(f"distnb: sending {size}: {what or 'arguments of a call'}")
-        names, bound = tuple(needs.names), tracked.bound
-        plain = {name: value for name, value in needs.plain.items() if not bound.is_sent(name, value)}
-        # A cell always binds its names, since a thread of an earlier cell may have bound them to something else.
-        bind = cell or bool(plain) or any(name in needs.names for name in lacking) or not self._are_bound(bound, names)
-        staying = bound.keep(self.user_ns, set(assigned).difference(names)) if bind else ()
-        if bind:
-            bound.latest = names
-        for name, value in {**plain, **{name: self.user_ns[name] for name in needs.imports}}.items():
-            bound.send(name, value)
-        code_changed = any(is_code(sections[name]) for name in lacking)
+        pack = tracked.pack(serial, sections, needs.digests)
+        packed = () if pack is None else pack.names
+        if pack is not None and pack.nbytes > _LARGE_NBYTES:
+            what = ", ".join(f"`{name}`" for name in packed if not name.startswith("@"))
+            size = f"{pack.nbytes / 1e6:,.0f} MB to {tracked.size} replica(s)"
+            self._announce(f"distnb: sending {size}: {what or 'arguments of a call'}")
+        bindings = tracked.bound.bindings(needs, self.user_ns, assigned, packed, cell=cell)
         if this_process.before_program is not None:
-            this_process.before_program(needs.modules() if bind or lacking else ())
-        environment = capture_environment(tracked.environment, "beginning" if cell else "call")
-        changed = None
-        if environment is not tracked.environment:
-            changed = environment.since(tracked.environment)
-            tracked.environment = environment
+            this_process.before_program(needs.modules() if bindings is not None or packed else ())
+        modules = {}
+        if bindings is not None or any(is_code(sections[name]) for name in packed):
+            modules = self._modules.wanted(needs.imported(), needs.digests.attributes)
         snapshot = Snapshot(
             team=tracked.key,
             serial=serial,
-            names=names if bind else None,
-            staying=staying,
-            imports=needs.imports,
-            sections=tuple(sections),
-            most_nbytes=self.most_nbytes,
+            inquiry=Inquiry(
+                most_nbytes=self.most_nbytes,
+                sections=tuple(sections),
+                handles=tuple(described),
+                awaited=needs.awaited(),
+            ),
+            surroundings=tracked.surroundings.changes("beginning" if cell else "call", needs.sources(), modules),
+            bindings=bindings,
             pack=pack,
-            plain=tracker.pack_loose(plain) if plain else None,
-            arguments=arguments if is_bare(arguments) else tracker.pack_loose({"@": arguments}),
-            fresh=tracked.fresh,
-            renamed=dict(tracked.renamed),
-            forget=tuple(tracked.forget),
-            unlike_parts=tuple(tracked.unlike_parts),
-            adopt=dict(tracked.adopt),
-            release=tracked.take_released() if tracked.released else (),
-            handles=tuple(described),
-            environment=changed if changed is not None and changed.modes else None,
-            sources=self._sources(tracked, needs),
-            modules=self._reloads(tracked, needs) if cell or bind or code_changed else {},
-            awaited=tuple(name for name in sorted(needs.digests.attributes) if "." in name and name not in sys.modules),
+            arguments=arguments if is_bare(arguments) else tracked.tracker.pack_loose({"@": arguments}),
+            upkeep=tracked.upkeep.take(),
         )
-        tracked.forget.clear()
-        tracked.unlike_parts.clear()
         tracked.drop_unreferenced()  # reported after this pack, which may refer to memory of these objects
-        tracked.adopt.clear()
-        tracked.renamed.clear()
-        tracked.fresh = False
-        tracked.changing = {each for each in tracked.changing if each in tracked.outstanding}
-        if not all(issubclass(type(value), type) or is_simple(value) for value in sections.values()):
-            tracked.changing.add(serial)
-        tracked.outstanding[serial] = snapshot
+        changing = not all(issubclass(type(value), type) or is_simple(value) for value in sections.values())
+        tracked.note(snapshot, changing=changing)
         return snapshot
 
     def _needs(self, tracked: TrackedObjects) -> Needs:
@@ -391,27 +360,6 @@ class NotebookNamespace:
         ]
         tracked.release_names(rebound, next(self._serials))
         return Needs(tracked, user_ns)
-
-    def _are_bound(self, bound: BoundNames, names: tuple[str, ...]) -> bool:
-        """Return whether the latest snapshot has bound the names that a call needs, and the notebook still has them."""
-        latest = bound.latest
-        return latest is not None and set(names) <= set(latest) and all(name in self.user_ns for name in latest)
-
-    def _sources(self, tracked: TrackedObjects, needs: Needs) -> dict[str, tuple[str, str]]:
-        found = {name: (text, cell_name(name)) for name, text in needs.digests.sources.items()}
-        if needs.own_source is not None:
-            name, text, label = needs.own_source
-            found[name] = text, label
-        sources = {name: source for name, source in found.items() if tracked.sources.get(name) != hash(source)}
-        tracked.sources.update({name: hash(source) for name, source in sources.items()})
-        return sources
-
-    def _reloads(self, tracked: TrackedObjects, needs: Needs) -> dict[str, Any]:
-        imported = [value for name in needs.imports if isinstance(value := self.user_ns.get(name), types.ModuleType)]
-        wanted = self._modules.wanted(imported, needs.digests.attributes)
-        modules = {name: reloads for name, reloads in wanted.items() if tracked.modules.get(name) != reloads}
-        tracked.modules.update(modules)
-        return modules
 
 
 class _Arguments:

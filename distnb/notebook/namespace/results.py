@@ -11,14 +11,26 @@ from distnb.notebook.handles.handle import HANDLES, RemoteState, change_kind, ma
 from distnb.notebook.namespace.differences import changes_of
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.objects.code.definitions import is_code
-from distnb.objects.modes.environment import Environment, apply_environment
+from distnb.objects.modes.environment import apply_environment
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import same
 from distnb.objects.tracking import part_of
 from distnb.values import Mirrored, structure
 from distnb.views.wording import human_bytes
-from distnb.wire.exchange import Described, Leaf, Result, former, leaf_name
+from distnb.wire.described_values import (
+    Described,
+    DescribedObject,
+    Leaf,
+    ModuleValue,
+    PlainValue,
+    Result,
+    SentValue,
+    TrackedValue,
+    as_object,
+    leaf_name,
+)
+from distnb.wire.exchange import former
 from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
@@ -62,7 +74,7 @@ class Results:
         self._numbers: dict[int, dict[int, int]] = {}  # the notebook's numbers of objects, by replica and number there
         self._plain: dict[int, dict[str, Any]] = {}
         self._failed: dict[str, Exception] = {}
-        self._objects: dict[int, dict[ObjectId | None, str]] = {}  # names of engine objects, by replica and id
+        self._objects: dict[int, dict[ObjectId, tuple[str, DescribedObject]]] = {}  # with names, by replica and id
         self._returned: list[Described] = []
 
     def apply(self) -> None:
@@ -73,7 +85,7 @@ class Results:
         if all(results.only_returned for results in every):
             return
         self._rename_former()
-        environment = self._environment_in_order()
+        environment = tracked.surroundings.in_order(self._first.environment, self._serial)
         if environment is not None:
             apply_environment(environment, early=True)  # paths, before anything is imported
         names = sorted({name for results in every for name in results.names})
@@ -81,7 +93,7 @@ class Results:
         early = [
             name
             for name in names
-            if all(name in results.names and results.names[name].kind in ("plain", "module") for results in every)
+            if all(isinstance(results.names.get(name), PlainValue | ModuleValue) for results in every)
         ]
         self._import_submodules({name for results in every for name in results.imported})
         for name in early:
@@ -94,7 +106,8 @@ class Results:
             if all(name in results.deleted for results in every):
                 self._user_ns.pop(name, None)
         self._describe_handles()
-        self._accept_environment(environment)
+        alike = all(results.environment == self._first.environment for results in every)
+        tracked.surroundings.accept(environment, alike=alike and len(every) == tracked.size)
         if any(results.names or results.deleted for results in every):
             tracked.bound.latest = None  # the program bound names itself
 
@@ -241,7 +254,7 @@ class Results:
         """
         packs = [results.pack for results in self._results.values() if results.pack is not None]
         gone = {(pack.serial, name) for pack in packs for name in pack.names if name not in common}
-        self._tracked.unlike_parts.update(part_of(serial, name) for serial, name in gone)
+        self._tracked.upkeep.unlike_parts.update(part_of(serial, name) for serial, name in gone)
         self._forget(name for _, name in gone if name not in merged)
 
     def _handles_for(self, differing: Mapping[int, Mapping[int, int]]) -> dict[int, Any]:
@@ -250,7 +263,7 @@ class Results:
         for number, given in differing.items():
             identity = (self._serial, f"#{number}")
             # The other replicas have left the object as it was, with the notebook's number.
-            self._tracked.adopt[identity] = {replica: given.get(replica, number) for replica in self._results}
+            self._tracked.upkeep.adopt[identity] = {replica: given.get(replica, number) for replica in self._results}
             found[number] = self._handle_of_different(identity, self._tracked.tracker.find(number))
         return found
 
@@ -258,14 +271,14 @@ class Results:
         """Create handles of whole values, whose differences are unknown."""
         for name in names:
             identity = (self._serial, f"#{name}")
-            self._tracked.adopt[identity] = name
+            self._tracked.upkeep.adopt[identity] = name
             if name in self._tracked.tracker:
                 self._handle_of_different(identity, self._tracked.tracker.root(name), what_happened)
             self._forget((name,))
 
     def _handle_of_different(self, identity: ObjectId, old: Any, what_happened: str = _CHANGED) -> Any:
         names = [name for name, value in self._user_ns.items() if value is old and not name.startswith("_")]
-        facts = {replica: Described(kind="object", identity=identity) for replica in self._results}
+        facts = {replica: DescribedObject(identity=identity) for replica in self._results}
         handle = self._handle(identity, facts, name=names[0] if names else "", mirrored=False)
         state_of_handle(handle).as_of = -1
         for name in names:
@@ -294,8 +307,8 @@ class Results:
         every = [{**results.names, **results.data_given} for results in self._results.values()]
         for name, described in every[0].items():
             descriptions = [named.get(name) for named in every]
-            digests = [one.digest for one in descriptions if one is not None and one.kind == "sent"]
-            if described.kind == "sent" and len(digests) == len(descriptions) and len(set(digests)) == 1:
+            digests = [one.kept.digest for one in descriptions if isinstance(one, SentValue)]
+            if isinstance(described, SentValue) and len(digests) == len(descriptions) and len(set(digests)) == 1:
                 agreed.add(name)
         return agreed
 
@@ -311,7 +324,7 @@ class Results:
     def _forget(self, names: Iterable[str]) -> None:
         gone = list(names)
         self._tracked.tracker.forget(gone)
-        self._tracked.forget.update(gone)
+        self._tracked.upkeep.forget.update(gone)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -319,7 +332,7 @@ class Results:
         every = self._results.items()
         described = {replica: results.names[name] for replica, results in every if name in results.names}
         value = self._combine(name, described, name)
-        nbytes = max(one.nbytes for one in described.values())
+        nbytes = max((one.nbytes for one in described.values() if isinstance(one, DescribedObject)), default=0)
         if nbytes and name != "_":
             self._announce(
                 f"distnb: `{name}` ({human_bytes(nbytes)}) stays on the replicas, like all data larger than "
@@ -335,42 +348,65 @@ class Results:
 
     def _combine(self, name: str, described: dict[int, Described], path: str) -> Any:
         """Return the notebook's value of a name or a result. The engines keep it under `path`, too."""
-        complete = len(described) == len(self._results)
         first = next(iter(described.values()))
-        kinds = {one.kind for one in described.values()}
-        if complete and len(kinds) == 1:
-            if first.kind == "plain":
-                values = [self._plain_value(replica, path, one) for replica, one in described.items()]
-                if type(values[0]) is Placeholder or all(same(values[0], other) for other in values[1:]):
-                    return values[0]
-            elif first.kind == "module" and len({one.value for one in described.values()}) == 1:
-                try:
-                    return importlib.import_module(first.value)
-                except Exception as error:  # importing runs code of any kind  # noqa: BLE001
-                    return self._replacement(name or first.value, path, described, error)
-            elif first.kind == "sent" and path in self._sent:
-                return self._sent[path]
-            elif first.kind == "sent" and first.value in self._different:
-                return self._different[first.value]
-            elif first.kind == "sent" and (found := self._tracked_object(described)) is not MISSING:
-                return found
-            elif first.kind == "sent" and len({one.digest for one in described.values()}) == 1:
-                return self._replacement(name, path, described, self._failed.get(path))
-            elif first.kind == "tracked" and (found := self._tracked_object(described)) is not MISSING:
-                return found
-            elif (
-                first.kind == "object"
-                and first.identity is not None
-                and len({one.identity for one in described.values()}) == 1
-            ):
-                found = self._tracked.handle(first.identity)
-                return found if found is not None else self._handle(first.identity, described, name=name)
-        return self._mixed(name, described, path)
+        complete = len(described) == len(self._results)
+        value = MISSING
+        if complete and all(type(one) is type(first) for one in described.values()):
+            if isinstance(first, PlainValue):
+                value = self._combine_plain(described, path)
+            elif isinstance(first, ModuleValue):
+                value = self._combine_modules(name, described, path)
+            elif isinstance(first, DescribedObject):
+                value = self._combine_objects(name, described)
+            elif isinstance(first, TrackedValue):
+                value = self._tracked_object(_numbers(described))
+            else:
+                value = self._combine_sent(name, described, path)
+        return self._mixed(name, described, path) if value is MISSING else value
 
-    def _tracked_object(self, described: Mapping[int, Described]) -> Any:
-        """Return the notebook's object that is described by its number, or MISSING."""
+    def _combine_plain(self, described: Mapping[int, Any], path: str) -> Any:
+        values = [self._plain_value(replica, path, one) for replica, one in described.items()]
+        agree = type(values[0]) is Placeholder or all(same(values[0], other) for other in values[1:])
+        return values[0] if agree else MISSING
+
+    def _combine_modules(self, name: str, described: Mapping[int, Any], path: str) -> Any:
+        module = next(iter(described.values())).name
+        if any(one.name != module for one in described.values()):
+            return MISSING
+        try:
+            return importlib.import_module(module)
+        except Exception as error:  # importing runs code of any kind  # noqa: BLE001
+            return self._replacement(name or module, path, described, error)
+
+    def _combine_objects(self, name: str, described: Mapping[int, Any]) -> Any:
+        identity = next(iter(described.values())).identity
+        if any(one.identity != identity for one in described.values()):
+            return MISSING
+        found = self._tracked.handle(identity)
+        return found if found is not None else self._handle(identity, dict(described), name=name)
+
+    def _combine_sent(self, name: str, described: Mapping[int, Any], path: str) -> Any:
+        if path in self._sent:
+            return self._sent[path]
+        first = next(iter(described.values()))
+        if first.number in self._different:
+            return self._different[first.number]
+        found = self._tracked_object(_numbers(described))
+        if found is MISSING and all(one.kept.digest == first.kept.digest for one in described.values()):
+            return self._replacement(name, path, described, self._failed.get(path))
+        return found
+
+    def _tracked_object(self, given: Mapping[int, int | None]) -> Any:
+        """Return the notebook's object that all replicas describe by its number, or MISSING.
+
+        Args:
+            given: The number on each replica; None if it has none.
+        """
         tracker = self._tracked.tracker
-        numbers = {self._numbers.get(replica, {}).get(one.value, one.value) for replica, one in described.items()}
+        numbers = {
+            None if number is None else self._numbers.get(replica, {}).get(number, number)
+            for replica, number in given.items()
+        }
         number = numbers.pop()
         if not numbers and number is not None:
             with contextlib.suppress(KeyError):
@@ -379,51 +415,55 @@ class Results:
                     return tracker.find(number)
         return MISSING
 
-    def _plain_value(self, replica: int, path: str, described: Described) -> Any:
-        pack = self._results[replica].plain
-        if pack is None or described.value is not None:
+    def _plain_value(self, replica: int, path: str, described: PlainValue) -> Any:
+        if not described.packed:
             return described.value
         if replica not in self._plain:
+            pack = self._results[replica].plain
+            assert pack is not None
             self._plain[replica] = self._tracked.tracker.open_loose(pack)
-        return self._plain[replica].get(path)
+        return self._plain[replica][path]
 
     def _mixed(self, name: str, described: dict[int, Described], path: str) -> Any:
         """Return a handle of a name that not all replicas assigned, or that they assigned differently."""
         local = {
-            replica: self._plain_value(replica, path, one) for replica, one in described.items() if one.kind == "plain"
+            replica: self._plain_value(replica, path, one)
+            for replica, one in described.items()
+            if isinstance(one, PlainValue)
         }
-        facts = {replica: one for replica, one in described.items() if one.kind != "plain"}
+        kept = {replica: one for replica, one in described.items() if replica not in local}
         before = self._user_ns.get(name, MISSING) if name else MISSING
         identity: ObjectId = (self._serial, path)
-        if any(one.kind in ("sent", "tracked") for one in facts.values()):  # it stays on the engines after all
-            self._tracked.adopt[identity] = {
-                replica: one.value if one.kind == "tracked" else identity for replica, one in facts.items()
+        facts = {replica: as_object(one) or DescribedObject(identity=identity) for replica, one in kept.items()}
+        if any(isinstance(one, SentValue | TrackedValue) for one in kept.values()):  # it stays on the engines after all
+            self._tracked.upkeep.adopt[identity] = {
+                replica: one.number if isinstance(one, TrackedValue) else identity for replica, one in kept.items()
             }
         others = [replica for replica in self._results if replica not in described]
         if isinstance(before, HANDLES):
             old = state_of_handle(before)
             if old.tracked is self._tracked:  # replicas that did not assign the name keep its old value
                 local.update({replica: old.local[replica] for replica in others if replica in old.local})
-                kept = [replica for replica in others if replica in old.facts]
-                facts.update({replica: old.facts[replica]._replace(identity=identity) for replica in kept})
-                if kept:
-                    self._tracked.adopt[identity] = dict.fromkeys(kept, old.identity)
+                unassigned = [replica for replica in others if replica in old.facts]
+                facts.update({replica: old.facts[replica]._replace(identity=identity) for replica in unassigned})
+                if unassigned:
+                    self._tracked.upkeep.adopt[identity] = dict.fromkeys(unassigned, old.identity)
         elif before is not MISSING:
             local.update(dict.fromkeys(others, before))
         return self._handle(identity, facts, name=name, local=local, mirrored=False)
 
-    def _replacement(self, name: str, path: str, described: dict[int, Described], error: Exception | None) -> Any:
+    def _replacement(
+        self, name: str, path: str, described: Mapping[int, SentValue | ModuleValue], error: Exception | None
+    ) -> Any:
         """Return a handle of an object that is the same on all replicas and cannot exist in the notebook."""
-        identities = {one.identity for one in described.values()}
-        identity = (identities.pop() if len(identities) == 1 else None) or (self._serial, path)
+        kept = {replica: one for replica, each in described.items() if (one := as_object(each)) is not None}
+        identities = {one.identity for one in kept.values()}
+        identity = identities.pop() if len(identities) == 1 else (self._serial, path)
         found = self._tracked.handle(identity)
         if found is None:
-            self._tracked.adopt[identity] = dict.fromkeys(described, identity)
+            self._tracked.upkeep.adopt[identity] = dict.fromkeys(kept, identity)
             why = "" if error is None else f"it cannot be opened in the notebook ({type(error).__name__}: {error})"
-            facts = {
-                replica: one._replace(kind="object", digest=one.digest or b"a module", identity=identity, why=why)
-                for replica, one in described.items()
-            }
+            facts = {replica: one._replace(identity=identity, why=why) for replica, one in kept.items()}
             found = self._handle(identity, facts, name=name)
             state_of_handle(found).as_of = -1
         if error is not None:
@@ -435,7 +475,7 @@ class Results:
     def _handle(
         self,
         identity: ObjectId,
-        facts: dict[int, Described],
+        facts: dict[int, DescribedObject],
         *,
         name: str = "",
         local: dict[int, Any] | None = None,
@@ -459,30 +499,27 @@ class Results:
 
     def _fresh_handle(self, identity: ObjectId) -> Any:
         """Create a handle of an engine object within data that has arrived. The object may have a name too."""
-        unknown = Described(kind="object", identity=identity)
+        unknown = DescribedObject(identity=identity)
         facts, names = {}, {}
         for replica, one in self._results.items():
             if replica not in self._objects:
-                named = {each.identity: name for name, each in one.names.items() if each.kind == "object"}
-                self._objects[replica] = named
-            name = names[replica] = self._objects[replica].get(identity, "")
-            facts[replica] = one.names[name] if name else one.fresh.get(identity, unknown)
+                objects = {name: each for name, each in one.names.items() if isinstance(each, DescribedObject)}
+                self._objects[replica] = {each.identity: (name, each) for name, each in objects.items()}
+            names[replica], facts[replica] = self._objects[replica].get(
+                identity, ("", one.fresh.get(identity, unknown))
+            )
         return self._handle(identity, facts, name=next(iter(names.values())))
 
     def release(self) -> None:
         """Have the engines free the program's objects that have no handle here. Call this last."""
-        made = {described.identity for described in self._returned}
-        for one in self._results.values():
-            made |= {described.identity for described in one.names.values()}
-            made |= one.fresh.keys()
-        tracked = self._tracked
-        tracked.released += [
+        described = [*self._returned, *(each for one in self._results.values() for each in one.names.values())]
+        made = {kept.identity for each in described if (kept := as_object(each)) is not None}
+        made.update(*(one.fresh for one in self._results.values()))
+        tracked, released = self._tracked, self._tracked.upkeep.released
+        released += [
             identity
             for identity in made
-            if identity is not None
-            and identity[0] == self._serial
-            and tracked.handle(identity) is None
-            and identity not in tracked.released
+            if identity[0] == self._serial and tracked.handle(identity) is None and identity not in released
         ]
 
     def _describe_handles(self) -> None:
@@ -498,28 +535,12 @@ class Results:
             state.as_of = self._changes
             # After an engine has ended, the remaining components do not show whether its component was equal to them.
             known = len(state.facts) == self._tracked.size and (isinstance(handle, Mirrored) or not state.gone)
-            if known and not any(fact.wrapped for fact in facts.values()):
+            if known and not any(fact.sharing.wrapped for fact in facts.values()):
                 change_kind(handle, mirrored=are_equal(state.facts))
 
-    def _environment_in_order(self) -> Environment | None:
-        """Return the modes that the program changed, except those set by a later program whose results came first."""
-        environment, set_by = self._first.environment, self._tracked.modes_set_by
-        if environment is None:
-            return None
-        modes = {name: value for name, value in environment.modes.items() if set_by.get(name, 0) < self._serial}
-        set_by.update(dict.fromkeys(modes, self._serial))
-        return Environment(modes, environment.cell)
 
-    def _accept_environment(self, environment: Environment | None) -> None:
-        known = self._tracked.environment
-        if environment is not None:
-            apply_environment(environment)
-        if known is None:
-            return
-        alike = all(results.environment == self._first.environment for results in self._results.values())
-        complete = len(self._results) == self._tracked.size
-        # If the replicas differ, the next snapshot sends all modes.
-        self._tracked.environment = known.with_changes(environment) if alike and complete else None
+def _numbers(described: Mapping[int, Any]) -> dict[int, int | None]:
+    return {replica: one.number for replica, one in described.items()}
 
 
 def _cannot_be_opened(name: str, error: Exception) -> str:
@@ -529,11 +550,11 @@ def _cannot_be_opened(name: str, error: Exception) -> str:
     )
 
 
-def are_equal(facts: Mapping[int, Described]) -> bool:
+def are_equal(facts: Mapping[int, DescribedObject]) -> bool:
     """Return whether the described object is equal on every replica."""
     described = list(facts.values())
-    if any(one.wrapped for one in described):
+    if any(one.sharing.wrapped for one in described):
         return False
-    if all(one.mirrored for one in described):
+    if all(one.sharing.mirrored for one in described):
         return True
     return described[0].digest is not None and len({one.digest for one in described}) == 1

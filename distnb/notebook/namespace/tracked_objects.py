@@ -9,12 +9,14 @@ from typing import Any
 from distnb.errors import CannotTravelError, DistnbError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.bound_names import BoundNames
+from distnb.notebook.namespace.known_surroundings import KnownSurroundings
+from distnb.notebook.namespace.upkeep import PendingUpkeep
 from distnb.objects.code.definitions import Classes
-from distnb.objects.digesting import Side
-from distnb.objects.modes.environment import Environment
+from distnb.objects.digesting import Digests, Side
+from distnb.objects.packing import Packed
 from distnb.objects.tracking import Tracker
 from distnb.values import DistributedValues, Mirrored, PerReplica
-from distnb.wire.exchange import Reloads, Snapshot, TeamKey, former
+from distnb.wire.exchange import Snapshot, TeamKey, former
 from distnb.wire.messages import ObjectId
 
 __all__ = ["MISSING", "TrackedObjects"]
@@ -89,15 +91,12 @@ class TrackedObjects:
         key: The identity of the group.
         tracker: The objects that the engines have.
         bound: The bindings of names on the engines.
-        environment: The engines' environment; None if it is unknown.
-        modes_set_by: The serial of the snapshot whose program changed a mode last, by mode.
+        surroundings: What surrounds the code on the engines.
+        upkeep: The changes that the next snapshot reports to the engines.
+        outstanding: The snapshots of the programs whose results have not been merged, by serial.
         ended: Whether the engines were restarted, stopped or left to another notebook.
         common: The ids of objects that the replicas have in common, as of the latest change of the engines.
         has_shards: Whether shards are to be divided again, since the engines have changed.
-        sources: The hashes of the texts that the engines have, by file name.
-        modules: The state of the notebook's modules that the engines know.
-        forget, adopt, renamed, released, unlike_parts: The changes that the next snapshot reports to the engines.
-        fresh: Whether everything is sent again, because earlier snapshots may not have arrived.
     """
 
     def __init__(self, key: TeamKey, user_ns: dict[str, Any], classes: Classes) -> None:
@@ -105,21 +104,13 @@ class TrackedObjects:
         self.references = NotebookReferences(self)
         self.tracker = Tracker(Side(user_ns=user_ns, references=self.references, classes=classes))
         self.bound = BoundNames(self.tracker)
-        self.environment: Environment | None = None
-        self.modes_set_by: dict[str, int] = {}
+        self.surroundings = KnownSurroundings()
+        self.upkeep = PendingUpkeep()
         self.ended = False
         self.common: frozenset[ObjectId] = frozenset()
         self.has_shards = False
-        self.sources: dict[str, int] = {}
-        self.modules: dict[str, Reloads] = {}
-        self.forget: set[str] = set()
-        self.unlike_parts: set[int] = set()
-        self.adopt: dict[ObjectId, str | Mapping[int, int | ObjectId]] = {}
-        self.renamed: dict[str, str] = {}
-        self.released: list[ObjectId] = []
-        self.fresh = False
         self.outstanding: dict[int, Snapshot] = {}
-        self.changing: set[int] = set()  # serials of the programs that may change an object of the notebook's in place
+        self._changing: set[int] = set()  # serials of programs that may change an object of the notebook's in place
         self._handles: dict[ObjectId, weakref.ref[Any]] = {}
         self.make_handle: Any = None  # set while results are applied: creates a handle for an id that has none
 
@@ -136,11 +127,11 @@ class TrackedObjects:
         def gone(reference: weakref.ref[Any]) -> None:
             if self._handles.get(identity) is reference:
                 del self._handles[identity]
-                self.released.append(identity)
+                self.upkeep.released.append(identity)
 
         self._handles[identity] = weakref.ref(handle, gone)
-        if identity in self.released:
-            self.released.remove(identity)
+        if identity in self.upkeep.released:
+            self.upkeep.released.remove(identity)
 
     def handle(self, identity: ObjectId) -> Any:
         """Return the handle of an engine object; None if the notebook holds none."""
@@ -164,7 +155,22 @@ class TrackedObjects:
                 "strategy.local_results(value), and pass the components that you need."
             )
 
-    # -- changes for the engines -------------------------------------------------------------------------------------
+    # -- the engines' values -----------------------------------------------------------------------------------------
+
+    def pack(self, serial: int, values: Mapping[str, Any], digests: Digests) -> Packed | None:
+        """Pack the values that the engines lack; None if they have all. Release values that are no longer needed.
+
+        Args:
+            serial: The serial of the snapshot.
+            values: All values that the program reads, by name.
+            digests: Their digests.
+        """
+        self.forget_arguments(frozenset(values))
+        self.bound.send_by_value(values)
+        rebound = [name for name in values if name in self.tracker and self.tracker.root(name) is not values[name]]
+        self.release_names(rebound, serial)
+        lacking = self.tracker.lacking(values, digests)
+        return self.tracker.pack(serial << 1, values, digests, lacking) if lacking else None
 
     def held_names(self) -> set[str]:
         """Return the names of values that engine objects hold."""
@@ -195,7 +201,7 @@ class TrackedObjects:
                     if old in fact.holds:
                         holds = tuple(new if name == old else name for name in fact.holds)
                         state_of_handle(handle).facts[replica] = fact._replace(holds=holds)
-        self.renamed |= renamed
+        self.upkeep.renamed |= renamed
 
     def forget_arguments(self, used: Iterable[str]) -> None:
         """Forget unnamed arguments of earlier calls, and classes beyond a few, unless engine objects hold them."""
@@ -213,36 +219,41 @@ class TrackedObjects:
         self.tracker.forget(gone)
         self.drop_unreferenced()
         self.tracker.send_again_with(gone)
-        self.forget |= gone
+        self.upkeep.forget |= gone
 
     def drop_unreferenced(self) -> None:
         """Free the unreferenced objects of values that are no longer needed, here and on the engines."""
         parts = self.tracker.drop_unreferenced()
         self.tracker.retire_numbers(parts)
-        self.unlike_parts.update(parts)
+        self.upkeep.unlike_parts.update(parts)
 
-    def take_released(self) -> tuple[ObjectId, ...]:
-        """Return the ids of handles that are gone since the last call."""
-        found = tuple(self.released)
-        del self.released[: len(found)]
-        return found
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def note(self, snapshot: Snapshot, *, changing: bool) -> None:
+        """Note a snapshot that is about to be sent; `changing` if its program may change the notebook's objects."""
+        self._changing.intersection_update(self.outstanding)
+        if changing:
+            self._changing.add(snapshot.serial)
+        self.outstanding[snapshot.serial] = snapshot
+
+    @property
+    def may_be_changed(self) -> bool:
+        """True if a program whose results have not been merged may change an object of the notebook's in place."""
+        return not self._changing.isdisjoint(self.outstanding)
 
     def resend_all(self) -> None:
         """Send everything again with the next program, since an engine may have missed something."""
         self.tracker.clear()
         self.outstanding.clear()
-        self.unlike_parts.clear()
         self.bound.clear()
-        self.environment = None
-        self.sources.clear()
-        self.modules.clear()
-        self.fresh = True
+        self.surroundings.clear()
+        self.upkeep.unlike_parts.clear()
+        self.upkeep.fresh = True
 
     def reject(self, snapshot: Snapshot) -> None:
         """Give up the results of a program. Its snapshot may not have been opened."""
         self.outstanding.pop(snapshot.serial, None)
-        self.released.extend(snapshot.release)
-        self.adopt.update(snapshot.adopt)
+        self.upkeep.send_again(snapshot.upkeep)
         self.resend_all()
 
     def move(self, key: TeamKey) -> None:

@@ -10,7 +10,7 @@ import operator
 import pickle
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -829,14 +829,17 @@ def test_a_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypa
     file.write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     here(world, "import distnb_local_module as local")
-    snapshot = world.namespace.outgoing("local.value", world.team)
-    assert "distnb_local_module" not in snapshot.modules
+
+    def reloads() -> Mapping[str, Any]:
+        snapshot = world.namespace.outgoing("local.value", world.team)
+        return {} if snapshot.surroundings is None else snapshot.surroundings.modules
+
+    assert "distnb_local_module" not in reloads()
     file.write_text("value = 2  # edited\n")
     importlib.invalidate_caches()
     importlib.reload(sys.modules["distnb_local_module"])
-    snapshot = world.namespace.outgoing("local.value", world.team)
-    assert snapshot.modules["distnb_local_module"] == (1, False, "")
-    known = dict(snapshot.modules)  # sent once
+    known = dict(reloads())  # sent once
+    assert known["distnb_local_module"] == (1, False, "")
     # %autoreload changes a module in place, so only its file's version shows it. None: a reload failed.
     version = [module_watch.FileVersion(7, patches=True)]
     module_watch.versions.append(lambda name: version[0] if name == "distnb_local_module" else None)
@@ -849,8 +852,7 @@ def test_a_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypa
             (9, False, (3, True, "")),
         ):
             version[0] = module_watch.FileVersion(time, patches=patches)
-            snapshot = world.namespace.outgoing("local.value", world.team)
-            known |= snapshot.modules
+            known |= reloads()
             assert known["distnb_local_module"] == expected
     finally:
         module_watch.versions.pop()

@@ -16,7 +16,7 @@ from distnb.notebook.programs.outcome import Outcome
 from distnb.notebook.session import Session
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.live_views import PictureView
-from distnb.wire.exchange import Described, Result
+from distnb.wire.described_values import Described, PlainValue, Result, as_object
 from distnb.wire.messages import ProgramEnded, Reply, TelemetrySample
 from tests.support.live_events import Recorded
 from tests.support.processes import wait_until
@@ -47,9 +47,12 @@ def _of_notebook(session: Session, definition: str) -> Callable[..., Any]:
 
 
 def _facts(described: Described) -> tuple[Any, ...]:
-    summary = described.summary
-    seen = None if summary is None else (summary.type, summary.shape, summary.number)
-    return described.kind, described.value, described.identity, described.digest is not None, seen
+    kept = as_object(described)
+    if kept is None:
+        return type(described), described if isinstance(described, PlainValue) else None
+    summary = kept.summary
+    seen = summary.type, summary.shape, summary.number
+    return type(described), kept.identity, kept.digest is not None, seen
 
 
 def _effects(reply: Reply) -> tuple[Any, ...]:
