@@ -22,7 +22,7 @@ from distnb.notebook import compose
 torch.set_num_threads(1)
 names = sys.modules["__main__"].__dict__
 def cell(source):
-    compose.require().run_cell(source, distnb.MirroredStrategy().spec, filename="cell")
+    compose.require().cells.run(source, distnb.MirroredStrategy().spec, filename="cell")
 def make():
     cell('''
 import torch

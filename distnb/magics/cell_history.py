@@ -41,7 +41,7 @@ class CellHistory:
             return
         seconds = f"{time.monotonic() - self._began:.2f}"
         number = "" if result is None or result.execution_count is None else str(result.execution_count)
-        strategy = title or session.latest_strategy
+        strategy = title or session.calls.latest_strategy
         self._rows.append(
             (number, strategy, str(len(session.status())), seconds, _outcome(result), _beginning(self._text))
         )

@@ -211,7 +211,7 @@ class ClusterMagic:
         """Run `%distnb logs [ENGINE] [--level LEVEL] [--lines N] [--save FILE]`."""
         session = sessions.require()
         if found.level is not None:
-            session.set_log_level(found.level)
+            session.engines.set_log_level(found.level)
             print("The log is off." if found.level == "off" else f"The log is at level {found.level}.")
             return
         if found.save:
@@ -241,7 +241,7 @@ class ClusterMagic:
         if found.here:
             self._shell.InteractiveTB.debugger(force=True)
         else:
-            sessions.require().debug(found.replica)
+            sessions.require().programs.debug(found.replica)
 
     def interrupt(self, found: Namespace) -> None:
         """Run `%distnb interrupt`."""

@@ -39,7 +39,7 @@ def complete(shell: InteractiveShell) -> None:
 
     def completions(text: str, offset: int) -> Iterator[Any]:
         session = compose.current()
-        with session.inspecting() if session is not None else nullcontext():
+        with session.programs.inspecting() if session is not None else nullcontext():
             found = list(original(text, offset))  # complete now, because a later read would be outside of the block
         yield from found
 

@@ -33,7 +33,8 @@ from distnb.wire.messages import UsersFunction
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from distnb.notebook.session import CellTimes, Session
+    from distnb.notebook.cells import CellTimes
+    from distnb.notebook.session import Session
     from distnb.widgets.front import Front
 
 __all__ = ["DistributeMagic"]
@@ -120,8 +121,8 @@ class DistributeMagic(ast.NodeTransformer):
                 try:
                     self._run(session, source, request.spec, filename, **watched)
                 finally:
-                    if request.time and session.latest_times is not None:
-                        print(_in_words(session.latest_times))
+                    if request.time and session.cells.latest_times is not None:
+                        print(_in_words(session.cells.latest_times))
 
     def run_in_scope(self, source: str, spec: StrategySpec, filename: str, function: UsersFunction | None) -> None:
         """Run a `with strategy.scope():` block of an ordinary cell, or of a function in one, on the replicas."""
@@ -132,7 +133,7 @@ class DistributeMagic(ast.NodeTransformer):
         # IPython's counter may be one ahead already.
         label = cell_name(filename, self._shell) or f"Cell In[{self._shell.execution_count}]"
         try:
-            session.run_cell(source, spec, filename=filename, label=label, **how)
+            session.cells.run(source, spec, filename=filename, label=label, **how)
         finally:
             # All output of the replicas comes before the error in the cell.
             self._front.flush()

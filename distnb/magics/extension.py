@@ -103,7 +103,7 @@ class Extension:
             with presented():
                 if stop:
                     session.interrupt()
-                session.finish_calls()
+                session.calls.finish()
         except BaseException as error:  # noqa: BLE001  (whatever a replica raised, and the user's interrupt)
             if result is None:
                 return  # the cell was stopped, and IPython shows no error for it
@@ -137,7 +137,7 @@ class Extension:
         self._finish_calls(result, stop=result is None or isinstance(result.error_in_exec, KeyboardInterrupt))
         program_ended()
         if (session := compose.current()) is not None:
-            session.save_names()
+            session.engines.save_names()
         self._history.end(result)
         self._front.end_cell(failed=result is None or not result.success)
 

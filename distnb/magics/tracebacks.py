@@ -49,12 +49,12 @@ def debug_on_replicas(shell: InteractiveShell, session: Callable[[], Session | N
 
     def debugger(force: bool = False) -> None:
         current = session()
-        failure = current.failure if current is not None else None
+        failure = current.programs.failure if current is not None else None
         if current is None or failure is None or failure.error is not getattr(sys, "last_value", None):
             here(force=force)
         elif force or shell.call_pdb:
             try:
-                current.debug()
+                current.programs.debug()
             except ProgramError:  # no line of the user's code failed there, or its process has ended
                 here(force=True)
 

@@ -28,7 +28,7 @@ def log_text(session: Session, engine: int | None, lines: int) -> str:
 
     The text is "" if no process of the cluster logs.
     """
-    texts = session.log_texts()
+    texts = session.engines.log_texts()
     if engine is not None:
         texts = {process: text for process, text in texts.items() if process.rpartition("-")[2] == str(engine)}
     found = merged(texts)
@@ -59,13 +59,13 @@ def save(session: Session, path: Path) -> int:
 def _files(session: Session) -> Iterator[tuple[str, str]]:
     yield "versions.txt", "\n".join(_versions()) + "\n"
     yield "engines.txt", "\n".join(map(str, session.status())) + "\n"
-    yield "stories/supervision.txt", "\n".join(map(str, session.story)) + "\n"
+    yield "stories/supervision.txt", "\n".join(map(str, session.engines.supervisor.story)) + "\n"
     for stories in every("stories"):
         for name, story in stories().items():
             yield f"stories/{name}.txt", "\n".join(map(str, story)) + "\n"
     for engine, text in session.logs(_OUTPUT_LINES).items():
         yield f"output/engine-{engine}.log", text
-    for process, text in session.log_texts().items():
+    for process, text in session.engines.log_texts().items():
         yield f"log/{process}.log", text
 
 

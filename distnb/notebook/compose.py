@@ -285,7 +285,7 @@ def disconnect() -> None:
     """
     with _lock:
         session = require()
-        session.save_names()
+        session.engines.save_names()
         session.disconnect()
         atexit.unregister(_leave)
         _follow(None)
@@ -314,7 +314,7 @@ def stop() -> None:
 def machines() -> tuple[str, ...]:
     """Return the other machines of the running cluster, as they were named at its start; () if there are none."""
     session = current()
-    return session.machines() if session is not None else ()
+    return session.engines.hosts() if session is not None else ()
 
 
 def _user_namespace() -> dict[str, Any]:

@@ -183,6 +183,11 @@ class Engines:
             )
         return tuple(rows)
 
+    def save_names(self) -> None:
+        """Save the names that are bound to engine objects, for the next notebook of engines that stay."""
+        if self.alive:
+            self.owner.note_names(self._namespace.user_ns, self.dispatch.latest)
+
     def set_log_level(self, level: str) -> None:
         """Set the log level of the notebook and of the engines, including engines that are started later.
 
@@ -192,8 +197,8 @@ class Engines:
         process_log.set_level(level)
         self.supervisor.send_to_all(SetLogLevel(level))
 
-    def log_texts(self, timeout_s: float) -> dict[str, str]:
-        """Return each process's log, by the process's name. The logs of other machines are fetched."""
+    def log_texts(self, timeout_s: float = 2.0) -> dict[str, str]:
+        """Return the log of each process, by its name. Engines that do not answer in time are missing."""
         found = process_log.log_texts(self.cluster.directory)
         afar = [engine for engine in self.left if self.cluster.host(engine)]
         for engine, texts in self.supervisor.ask_log(afar, timeout_s).items():

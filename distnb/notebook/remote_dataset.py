@@ -22,7 +22,7 @@ Call = Callable[..., Any]
 """`call(function, *args)` calls a function on every replica, in cross-replica context, and regroups the results."""
 
 Defer = Callable[[Callable[[], Sequence[Any]], Sequence[Any]], DeferredCall]
-"""`defer(ask, changed)` calls `ask()`, which is (function, *args), after the next program; see `Session.defer_call`."""
+"""`defer(ask, changed)` calls `ask()`, which is (function, *args), after the next program; see `Calls.defer`."""
 
 
 class RemoteDataset:

@@ -34,7 +34,7 @@ class Remote:
         self._session = session
 
     def _ask(self, method: str, args: tuple[Any, ...], keywords: dict[str, Any], *, wait: bool = True) -> Any:
-        return self._session().call(self._strategy.spec, method, args, keywords, wait=wait)
+        return self._session().calls.call(self._strategy.spec, method, args, keywords, wait=wait)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function on every replica."""
@@ -108,7 +108,7 @@ class Remote:
         return RemoteDataset(handle, self.call, self._defer, self._note_batch, self._note_iteration)
 
     def _defer(self, ask: Callable[[], Sequence[Any]], changed: Sequence[Any]) -> DeferredCall:
-        return self._session().defer_call(self._strategy.spec, ask, changed)
+        return self._session().calls.defer(self._strategy.spec, ask, changed)
 
     def _note_batch(self, batch: Any) -> None:
         self._session().namespace.batch = batch

@@ -1,4 +1,4 @@
-"""The extension point of the session: parts that only some programs need."""
+"""The extension point of the session, "session parts": parts that only some programs need."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distnb.notebook.engine_owners import EngineOwner
     from distnb.notebook.engines import Engines
     from distnb.notebook.front_end import FrontEnd
 
@@ -32,6 +33,14 @@ class SessionPart:
         self._ask = ask
         self._front = front
         self._open_error = open_error
+
+    @classmethod
+    def is_needed(cls, owner: EngineOwner) -> bool:
+        """Return whether every program on the engines of this owner needs the part. The default is False."""
+        return False
+
+    def begin(self, user_ns: Mapping[str, object]) -> None:
+        """Begin a session with engines that need the part; `user_ns` has the notebook's variables."""
 
     def enlist(self, engines: Iterable[int]) -> None:
         """Use engines that have just started. The caller holds the session's turn."""

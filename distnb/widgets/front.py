@@ -334,12 +334,12 @@ class Front:
     def _view_of(self, event: Any) -> CellView | None:
         if isinstance(event, Died):
             return self._current
-        if isinstance(event, Output | Display) and self._session and event.program in self._session.unshown:
+        if isinstance(event, Output | Display) and self._session and event.program in self._session.programs.unshown:
             return None
         view = next((view for boundary, view in reversed(self._cells) if event.program > boundary), None)
         if view is not None and not view.model.title and self._session is not None:
             # An ordinary cell that calls replicas has no title of its own.
-            view.model.title = self._session.latest_strategy
+            view.model.title = self._session.calls.latest_strategy
         if isinstance(event, Output):
             self._of_output = view or self._of_output
         return view

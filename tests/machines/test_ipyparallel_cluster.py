@@ -85,7 +85,7 @@ def test_a_cluster_object_names_the_machines(cluster: ipyparallel.Cluster, clien
     session = distnb.start(1, on=distnb.IPythonParallel(cluster))
     try:
         assert [(row.device, row.state) for row in session.status()] == [("cpu:0", "idle")]
-        session.run_cell("import os; engines_pid = os.getpid()", distnb.MirroredStrategy().spec, filename="cell")
+        session.cells.run("import os; engines_pid = os.getpid()", distnb.MirroredStrategy().spec, filename="cell")
         pid = session.user_ns.pop("engines_pid")
         assert pid not in [os.getpid(), *client[:].apply_sync(os.getpid)]
     finally:

@@ -143,8 +143,8 @@ def session() -> Iterator[Session]:
 
 
 def test_a_local_cluster_listens_in_its_private_directory_only(session: Session) -> None:
-    directory = session._engines.cluster.directory
-    processes.wait_until(session._engines.cluster.client_file.exists, _WITHIN_S)
+    directory = session.engines.cluster.directory
+    processes.wait_until(session.engines.cluster.client_file.exists, _WITHIN_S)
     run_cell(session, "import multiprocessing\nqueue = multiprocessing.SimpleQueue()\ndist.barrier()", "meets")
     ports, paths = listening()
     assert ports == []
@@ -197,7 +197,7 @@ def test_engines_stop_listening_once_they_have_met(session: Session) -> None:
 
 
 def test_only_the_user_can_read_the_rendezvous_files(session: Session) -> None:
-    directory = session._engines.cluster.directory
+    directory = session.engines.cluster.directory
     stores = list(directory.glob("store-*"))
     assert stores
     assert directory.stat().st_mode & 0o077 == 0

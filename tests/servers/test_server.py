@@ -127,7 +127,7 @@ def test_engines_of_servers_compute_together(servers: Servers, notebook: Noteboo
 total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(1.0 + distnb.replica_id())), axis=None).item()
 """)
     assert notebook.value("total") == 3.0
-    logs = notebook.value("cluster.log_texts()")
+    logs = notebook.value("cluster.engines.log_texts()")
     assert {"notebook", "node-agent-0", "engine-0", "node-agent-1", "engine-1", "guardian-1"} <= logs.keys()
     assert "generation 1 of (0, 1) is formed" in logs["engine-1"]
     notebook.run("%distnb logs --level off")

@@ -36,7 +36,7 @@ def started(n: int = 2, strategy: Callable[[], Any] = distnb.MirroredStrategy) -
 
 def run_cell(session: Session, source: str, name: str) -> None:
     """Run a cell on the replicas of the notebook's strategy."""
-    session.run_cell(source, session.user_ns["strategy"].spec, filename=name)
+    session.cells.run(source, session.user_ns["strategy"].spec, filename=name)
 
 
 def lose(session: Session, engine: int) -> None:

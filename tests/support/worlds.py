@@ -393,7 +393,7 @@ class ClusterWorld:
     def run(self, cell: Cell) -> None:
         self._number += 1
         if cell.distributed:
-            self._session.run_cell(cell.text, StrategySpec(kind="mirrored"), filename=f"<cell {self._number}>")
+            self._session.cells.run(cell.text, StrategySpec(kind="mirrored"), filename=f"<cell {self._number}>")
         else:
             self.notebook.run(cell.text, self._number)
 

@@ -17,6 +17,7 @@ from distnb.machines.users_code.file_messages import FilesWritten, WriteFiles
 from distnb.machines.users_code.local_modules import local_file
 from distnb.machines.users_code.package_comparison import PackageComparison
 from distnb.machines.users_code.sent_folders import FolderFiles, SentFolders
+from distnb.notebook.engine_owners import EngineOwner
 from distnb.notebook.session_part import SessionPart
 from distnb.objects.modes.environment import current_cell
 from distnb.runtime.this_process import this_process
@@ -42,6 +43,11 @@ class Preparation(SessionPart):
         self._sent: dict[int, tuple[int, FolderFiles]] = {}  # by engine: its process, and the files that it has
         self._lock = threading.RLock()
         this_process.before_program, this_process.cure_for = self.before_program, self.cure_for
+
+    @classmethod
+    def is_needed(cls, owner: EngineOwner) -> bool:
+        """Return whether engines run on other machines."""
+        return bool(owner.hosts)
 
     def begin(self, user_ns: Mapping[str, object]) -> None:
         """Compare the packages that the notebook has imported before the engines were started."""

@@ -44,7 +44,7 @@ class NotebookNamespace:
 
     Args:
         user_ns: The notebook's variables.
-        perform: Applies an operation to an engine object on several engines (`Session.perform`).
+        perform: Applies an operation to an engine object on several engines (`ProgramRuns.perform`).
         announce: Shows a notice to the user.
 
     Attributes:

@@ -141,4 +141,4 @@ history.append(s)
         ns["mine"].values
     session.restart()
     with pytest.raises(StaleHandleError, match="`m`"):
-        session.run_cell("m", StrategySpec(kind="mirrored"), filename="<cell>")
+        session.cells.run("m", StrategySpec(kind="mirrored"), filename="<cell>")

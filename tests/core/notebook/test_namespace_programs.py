@@ -67,7 +67,7 @@ class World:
     def there(self, text: str) -> None:
         """Run a cell under the mirrored strategy."""
         self._number += 1
-        self.session.run_cell(text, SPEC, filename=f"<cell {self._number}>")
+        self.session.cells.run(text, SPEC, filename=f"<cell {self._number}>")
 
     def plain(self, name: str) -> Any:
         """Return the first replica's value."""
@@ -180,10 +180,10 @@ def test_classes_that_a_smaller_team_received_keep_their_identity(world: World) 
     )
     made = world.ns["Sub"]
     for spec in (SPEC, StrategySpec(kind="mirrored", num_replicas=1), SPEC):
-        world.session.run_cell("right = Sub().of_the_base", spec, filename="<cell>")
+        world.session.cells.run("right = Sub().of_the_base", spec, filename="<cell>")
         assert world.ns["right"] is True
         assert world.ns["Sub"] is made, "not a handle of different classes"
-    world.session.run_cell("import distnb\nif distnb.replica_id():\n    Sub.__annotations__", SPEC, filename="<cell>")
+    world.session.cells.run("import distnb\nif distnb.replica_id():\n    Sub.__annotations__", SPEC, filename="<cell>")
     assert world.ns["Sub"] is made, "reading the annotations changes nothing"
 
 
@@ -198,7 +198,7 @@ def test_an_error_of_the_users_own_class_is_raised(world: World) -> None:
 
 def test_a_scope_works_in_a_function(world: World, session: Session) -> None:
     def run(source: str, spec: StrategySpec, filename: str, function: UsersFunction | None) -> None:
-        session.run_cell(source, spec, filename=filename, in_scope=True, function=function)
+        session.cells.run(source, spec, filename=filename, in_scope=True, function=function)
 
     ScopeDispatch(run).install(world.notebook.shell)
     world.here("from torch import nn\nimport torch\nmodel = 'global'")

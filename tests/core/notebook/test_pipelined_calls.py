@@ -137,7 +137,7 @@ def test_calls_are_sent_even_if_nothing_waits_for_them(strategy: Any, tmp_path: 
 
     call_often(strategy, leaves_a_mark, str(tmp_path), calls=50)
     wait_until(lambda: len(os.listdir(tmp_path)) == 100, 60, "all calls were performed")
-    sessions.require().finish_calls()
+    sessions.require().calls.finish()
 
 
 def test_a_slow_call_does_not_delay_earlier_replies(strategy: Any, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_an_interrupt_ends_all_calls(strategy: Any, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             one.result()
     with pytest.raises(KeyboardInterrupt):
-        session.finish_calls()
+        session.calls.finish()
     assert len(os.listdir(tmp_path)) == 2, "none of the others began"
     assert strategy.run(lambda: 3) == 3
 
@@ -197,7 +197,7 @@ def test_a_killed_engine_ends_pending_calls(strategy: Any) -> None:
     with pytest.raises(EngineDied):  # from a result, or from the next call if the engine is already dead
         [one.result() for one in call_often(strategy, dies, "killed", pid, calls=40)]
     with contextlib.suppress(EngineDied):  # from calls sent before its end was known
-        session.finish_calls()
+        session.calls.finish()
     session.restart(missing=True)
     assert [one.result() for one in call_often(strategy, make_counter(), "afterwards", calls=9)] == list(range(1, 10))
     distnb.stop()  # the cluster has an engine that this test replaced

@@ -61,7 +61,7 @@ def test_an_engine_with_pending_calls_can_be_replaced(session: Session) -> None:
     pending: Any = distnb.MirroredStrategy().run(never_ends, options=distnb.RunOptions(wait=False))
     session.restart([1])
     with pytest.raises(EngineDied, match="was ended by a restart"):
-        session.finish_calls()
+        session.calls.finish()
     del pending
     assert replicas() == [0, 1]
 

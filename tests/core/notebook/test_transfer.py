@@ -197,10 +197,10 @@ def test_arguments_of_calls_are_released(world: ClusterWorld) -> None:
     for _ in range(3):
         array = np.ones(NBYTES // 8)
         given.append(weakref.ref(array))
-        session.call(MIRRORED, "run", (mapped, (array,)), {})
+        session.calls.call(MIRRORED, "run", (mapped, (array,)), {})
     del array
     gc.collect()
-    assert session.call(MIRRORED, "run", (mapped, ()), {}) == 0  # those of the latest call were kept until now
+    assert session.calls.call(MIRRORED, "run", (mapped, ()), {}) == 0  # those of the latest call were kept until now
     assert all(one() is None for one in given)
 
 
@@ -214,7 +214,7 @@ def test_pending_calls_keep_their_original_arguments(world: ClusterWorld) -> Non
     pending = []
     for value in range(10):
         tensor.fill_(value)
-        pending.append(session.call(MIRRORED, "run", (ends, (tensor,)), {}, wait=False))
+        pending.append(session.calls.call(MIRRORED, "run", (ends, (tensor,)), {}, wait=False))
     assert [one.result() for one in pending] == [(float(value), float(value)) for value in range(10)]
 
 
@@ -233,8 +233,8 @@ def test_a_killed_engine_leaves_no_memory_behind() -> None:
 
         def pipeline() -> None:
             for number in range(8):
-                session.call(MIRRORED, "run", (end_the_second, (tensor, number)), {}, wait=False)
-            session.finish_calls()
+                session.calls.call(MIRRORED, "run", (end_the_second, (tensor, number)), {}, wait=False)
+            session.calls.finish()
 
         with pytest.raises(EngineDied):
             pipeline()

@@ -180,8 +180,10 @@ def test_output_and_telemetry_of_all_replicas_are_shown(session: Session) -> Non
 def test_events_are_requested_only_after_calls(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the end of a notebook's cell costs no message if all engines have reported the distributed cell's."""
     asked: list[Any] = []
-    await_flush = session._supervisor.await_flush
-    monkeypatch.setattr(session._supervisor, "await_flush", lambda *args: [asked.append(args), await_flush(*args)][1])
+    await_flush = session.engines.supervisor.await_flush
+    monkeypatch.setattr(
+        session.engines.supervisor, "await_flush", lambda *args: [asked.append(args), await_flush(*args)][1]
+    )
     run_cell(session, "pass", "<cell 5>")
     assert session.flush_events()
     assert asked == []
