@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.detached.kept_events import KeptEvents
 from distnb.detached.protocol import Restore, ShowKept
 from distnb.engine.absence import Absence
-from distnb.engine.program_kinds import ProgramKind
+from distnb.engine.programs.program_kinds import ProgramKind
 from distnb.runtime.randomness import streams
 from distnb.wire.messages import Reply
 
@@ -82,4 +82,4 @@ def _restore(agent: Agent, message: Restore, replica: int) -> Reply:
             streams.undo_run()
         return agent.namespace.restore(message.snapshot, replica, message.names, message.skipped)
 
-    return agent.run_together(message.program, message.team, replica, body)
+    return agent.programs.run_together(message.program, message.team, replica, body)

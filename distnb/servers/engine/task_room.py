@@ -15,8 +15,8 @@ import zmq
 from distnb.accelerators import torch_device
 from distnb.collectives.group.groups import groups
 from distnb.engine.namespace.cell_sources import remember_source
-from distnb.engine.program_kinds import ProgramKind
-from distnb.engine.started_threads import threads_awaited
+from distnb.engine.programs.program_kinds import ProgramKind
+from distnb.engine.programs.started_threads import threads_awaited
 from distnb.objects.modes.environment import Environment, apply_environment
 from distnb.objects.rng_state import RngState
 from distnb.runtime.randomness import streams
@@ -44,7 +44,7 @@ REFUSAL = (
 
 
 def install(agent: Agent) -> None:
-    """Add the programs of workers and parameter servers to an agent: see `distnb.engine.program_kinds`."""
+    """Add the programs of workers and parameter servers to an agent: see `distnb.engine.programs.program_kinds`."""
     TaskRoom(agent)
 
 
@@ -67,13 +67,13 @@ class TaskRoom:
             return Reply(program=message.program, status="ok", value=self._server.address)
         before = self._worker
         if before is not None:  # another replica of this worker was replaced, and all of them start again
-            agent.stop_receiving(before.link)  # before another socket gets the number of its descriptor
+            agent.loop.stop_receiving(before.link)  # before another socket gets the number of its descriptor
             before.close()
         else:
             agent.suspensions.append(lambda: self._working.suspend())
             agent.notices[ServersReplaced] = lambda notice: self._working.renew(notice)
         self._worker = worker = WorkerTask(message, agent.connection, agent.engine, agent.device, before)
-        agent.receive_from(worker.link)
+        agent.loop.receive_from(worker.link)
         worker.link.send(Hello(agent.engine, os.getpid(), socket.gethostname()))
         return Reply(program=message.program, status="ok")
 
@@ -90,7 +90,7 @@ class TaskRoom:
         worker.accept(message)
 
         def body() -> Any:
-            agent.join(message.team or worker.alone, worker.rank)
+            agent.programs.join(message.team or worker.alone, worker.rank)
             groups.program_began(program)
             with threads_awaited():
                 value = worker.run(message)
@@ -98,10 +98,10 @@ class TaskRoom:
             return value
 
         try:
-            return Reply(program=program, status="ok", value=agent.guarded(program, body))
+            return Reply(program=program, status="ok", value=agent.guard.call(program, body))
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
             groups.program_failed()
-            reply = agent.failed(program, error, alone=True)
+            reply = agent.failures.reply(program, error, alone=True)
         if message.team is None:
             groups.leave()
         return reply

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distnb.engine.started_threads import note_work_of_pools, threads_awaited
+from distnb.engine.programs.started_threads import note_work_of_pools, threads_awaited
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -175,8 +175,9 @@ from distnb.collectives.gradients import parameter_groups
 from distnb.collectives.gradients.backward_passes import BackwardPasses
 from distnb.collectives.group.world import TorchDistributed
 from distnb.compat import transformers_internals
-from distnb.engine import launched_processes, started_threads, unattended
+from distnb.engine import launched_processes, unattended
 from distnb.engine.output import widget_comms
+from distnb.engine.programs import started_threads
 from distnb.keras import replica_state
 from distnb.notebook.handles import library_guards
 from distnb.objects.code import spawned_processes

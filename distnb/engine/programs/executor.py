@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from distnb.engine.control import Control
-    from distnb.engine.users_loop import UsersLoop
+    from distnb.engine.programs.users_loop import UsersLoop
 
 __all__ = ["Executor"]
 

@@ -2,8 +2,8 @@
 
 A feature has messages in a module of its own, and registers a function under that module's name. When the first of
 these messages arrives, the agent loads the function and calls it with itself. The function adds to the agent's `kinds`
-and `notices`, and may open further links (`Agent.receive_from`). An engine that receives no such message never loads
-it.
+and `notices`, and may open further links (`ProgramLoop.receive_from`). An engine that receives no such message never
+loads it.
 """
 
 from __future__ import annotations

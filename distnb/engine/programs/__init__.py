@@ -1,0 +1,1 @@
+"""Programs on the engine: their kinds, how they run, and how they fail."""
