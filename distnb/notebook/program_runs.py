@@ -11,9 +11,9 @@ from typing import Any
 
 from distnb.errors import EngineDied, NoClusterError, ProgramError
 from distnb.notebook.engines import Engines
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, step_difference
 from distnb.notebook.programs.outcome import Outcome
-from distnb.notebook.views.front_end import FrontEnd
 from distnb.topology import Team
 from distnb.wire.messages import Apply, ObjectId, PostMortem
 

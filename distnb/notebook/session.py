@@ -19,14 +19,13 @@ from distnb.notebook.calls import Calls
 from distnb.notebook.cells import OUTPUT_PATIENCE_S, Cells
 from distnb.notebook.engine_owners import EngineOwner, LastingOwner, plan_owner
 from distnb.notebook.engines import Engines, EngineStatus
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.program_runs import ProgramRuns
 from distnb.notebook.remote_dataset import RemoteIterator
 from distnb.notebook.reports import process_text, stacks_text
 from distnb.notebook.resizing import Resized, Resizing, checked_size
 from distnb.notebook.session_part import SessionPart
-from distnb.notebook.views.front_end import FrontEnd
-from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.options import StrategySpec
 from distnb.topology import Task, Team
 from distnb.views.timeline_model import TimelineModel

@@ -28,39 +28,26 @@ still the same list, and `records[1] is a`. By place, `a` would have received th
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import gc
 import itertools
-import sys
-from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
 from distnb.objects.code.definitions import parts_of
 from distnb.objects.digesting import Digester, Digests, Side
 from distnb.objects.memory.blocks import MemoryBlock, MemoryBlocks
-from distnb.objects.merging import ATOMS, Merge
+from distnb.objects.merging import Merge
 from distnb.objects.opening import Opener, is_lost, pairs_in
+from distnb.objects.pack_tables import PackTable, pairs_with, part_of, serial_of
 from distnb.objects.packing import OFFSET_BITS, Packed, Packer
 from distnb.objects.placeholder import Placeholder, cure_for, label_of, refusal
 
-__all__ = ["Copies", "Tracker", "part_of"]
+__all__ = ["Tracker"]
 
-# The bits of a number, from the lowest on: OFFSET_BITS for the place in the part, 64 for the name's digest, and the
-# serial of the pack.
-_NAME_BITS = 64
-_OFFSETS = (1 << OFFSET_BITS) - 1
 _IDLE_NBYTES = 1 << 20
-
-
-def part_of(serial: int, name: str) -> int:
-    """Return the number of a name's part of a pack."""
-    return serial << _NAME_BITS | xxhash.xxh3_64_intdigest(name.encode())
 
 
 @dataclass
@@ -70,195 +57,6 @@ class _Record:
     root: Any
     digest: bytes
     parts: tuple[Any, ...] | None = None  # see `parts_of`: a function with the same parts need not be pickled again
-
-
-class _Table:
-    """The objects of one pack, by their places.
-
-    Args:
-        packed: The pack.
-        roots: The lists, of one item each, in which the values were pickled.
-        coder: The pickler or the opener. Its memo contains the places.
-
-    Attributes:
-        wanted: The current names of the values that the other end still has.
-        serials_used: The serials of earlier packs to whose objects this pack refers by number.
-    """
-
-    def __init__(self, packed: Packed, roots: list[Any], coder: Any) -> None:
-        self.serial = packed.serial
-        self.names = list(packed.names)
-        self.wanted = set(self.names)
-        self.serials_used = {part >> _NAME_BITS for part in coder.parts_used}
-        self._starts = packed.starts
-        self._parts = [part_of(packed.serial, name) for name in packed.names]
-        self._indices = {part: index for index, part in enumerate(self._parts)}
-        self._own: set[int] = set()  # the indices of parts whose objects have other numbers at the other end
-        self._roots = roots
-        self._coder = coder
-        self._objects: dict[int, Any] | None = None
-        self._numbers: dict[int, int] | None = None
-
-    @property
-    def objects(self) -> dict[int, Any]:
-        """The objects that have numbers, by their places. They are read from the memo at the first use."""
-        if self._objects is None:
-            with _no_collection():  # hundreds of thousands of new entries would start many collections
-                memo = self._coder.memo.copy()
-                if isinstance(self._coder, Packer):
-                    memo = dict(memo.values())
-                # Objects that are sent by reference have ids, and no numbers.
-                apart = {id(obj) for obj in (*self._roots, *self._coder.referred)}
-                self._objects = {
-                    place: obj
-                    for place, obj in memo.items()
-                    if (type(obj) not in ATOMS or type(obj) is MemoryBlock) and id(obj) not in apart
-                }
-                self._drop_own()
-            # Release the arrived objects that were merged into existing ones.
-            self._coder, self._roots = None, []
-        return self._objects
-
-    def replace(self, objects: dict[int, Any]) -> None:
-        """Replace the arrived objects by the objects into which they were merged."""
-        self._objects = objects
-        self._numbers = None
-
-    def rename(self, old: str, new: str) -> None:
-        """Give a value another name."""
-        self.names = [new if name == old else name for name in self.names]
-        self.wanted = {new if name == old else name for name in self.wanted}
-
-    def retire_numbers(self, parts: Iterable[int]) -> None:
-        """Stop using the numbers of these parts. The other end has other numbers for their objects."""
-        self._own.update(self._indices[part] for part in parts if part in self._indices)
-        self._numbers = None
-        if self._objects is not None:
-            self._drop_own()
-
-    def _drop_own(self) -> None:
-        if self._own and self._objects is not None:
-            self._objects = {
-                place: obj for place, obj in self._objects.items() if self._index_of(place) not in self._own
-            }
-
-    def drop_unreferenced(self, newer: Sequence[_Table]) -> list[int]:
-        """Drop the unreferenced objects of values that are no longer wanted. Return the parts that this empties.
-
-        This only frees memory: an object without references is never sent again. An object in a newer table has a newer
-        number.
-        """
-        idle = {index for index, name in enumerate(self.names) if name not in self.wanted} - self._own
-        places = sorted(place for place in self.objects if self._index_of(place) in idle)
-        self._numbers, left = None, set[int]()
-        for place in places:  # containers come before their items
-            if type(self.objects[place]) is MemoryBlock:
-                continue  # arrays use the memory without a reference to the block
-            key = id(self.objects[place])
-            if _references(self.objects, place) > _REFERENCES_OF_ONE_ALONE and not any(
-                key in table.numbers for table in newer
-            ):
-                left.add(self._index_of(place))
-            else:
-                del self.objects[place]
-        return [self._parts[index] for index in idle - left]
-
-    @property
-    def numbers(self) -> dict[int, int]:
-        """The numbers by the `id()` of the objects."""
-        if self._numbers is None:
-            bases = [(part << OFFSET_BITS) - start for part, start in zip(self._parts, self._starts, strict=False)]
-            with _no_collection():
-                if len(bases) == 1:
-                    self._numbers = {id(obj): bases[0] + place for place, obj in self.objects.items()}
-                else:
-                    self._numbers = {
-                        id(obj): bases[self._index_of(place)] + place for place, obj in self.objects.items()
-                    }
-        return self._numbers
-
-    def number_at(self, place: int) -> int:
-        """Return the number of the object at a place."""
-        index = self._index_of(place)
-        return self._parts[index] << OFFSET_BITS | (place - self._starts[index])
-
-    def find(self, number: int) -> Any:
-        """Return the object of a number."""
-        return self.objects[self._starts[self._indices[number >> OFFSET_BITS]] + (number & _OFFSETS)]
-
-    @property
-    def idle_nbytes(self) -> int:
-        """The bytes of memory of values that are no longer wanted, less the bytes of wanted values."""
-        found = 0
-        for place, obj in self.objects.items():
-            if type(obj) is MemoryBlock:
-                found += -obj.nbytes if self.names[self._index_of(place)] in self.wanted else obj.nbytes
-        return found
-
-    def put(self, number: int, obj: Any) -> None:
-        """Give a number to another object, which represents the earlier one from now on."""
-        place = self._starts[self._indices[number >> OFFSET_BITS]] + (number & _OFFSETS)
-        if self.objects[place] is not obj:
-            self.objects[place] = obj
-            self._numbers = None
-
-    def name_of(self, number: int) -> str:
-        """Return the name of the value that brought an object."""
-        return self.names[self._indices[number >> OFFSET_BITS]]
-
-    def _index_of(self, place: int) -> int:
-        """Return the index of the part that contains a place."""
-        return bisect.bisect_right(self._starts, place) - 1
-
-
-def _references(objects: dict[int, Any], place: int) -> int:
-    return sys.getrefcount(objects[place])
-
-
-_REFERENCES_OF_ONE_ALONE = _references({0: object()}, 0)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-class _Copy(NamedTuple):
-    """An object of a pack as it arrived.
-
-    Attributes:
-        number_there: Its number at the other end.
-        obj: The object. A class is this end's own.
-        state: The attributes of a class as they arrived; None for another object.
-    """
-
-    number_there: int
-    obj: Any
-    state: dict[str, Any] | None
-
-
-class Copies(NamedTuple):
-    """The content of a pack as it arrived.
-
-    Attributes:
-        roots: The values by name.
-        objects: The objects that this end knows, by their numbers here.
-        failed: The error of each value that could not be opened, by name.
-        new_classes: The classes that were created.
-        referred: The objects behind references, which did not arrive.
-    """
-
-    roots: dict[str, Any]
-    objects: dict[int, _Copy]
-    failed: dict[str, Exception]
-    new_classes: list[type]
-    referred: list[Any]
 
 
 class Tracker:
@@ -273,8 +71,8 @@ class Tracker:
         self.side = side
         self._place = place
         self._records: dict[str, _Record] = {}
-        self._tables: dict[int, _Table] = {}
-        self._tentative: _Table | None = None  # the objects of the latest pack, which have earlier numbers, too
+        self._tables: dict[int, PackTable] = {}
+        self._tentative: PackTable | None = None  # the objects of the latest pack, which have earlier numbers, too
         self._shrunk: set[int] = set()  # the serials of tables with values that recently ceased to be wanted
         self._memories = MemoryBlocks()
 
@@ -398,7 +196,7 @@ class Tracker:
                 if name in digests.refused:
                     raise
                 digests.refused[name] = _refused(name, values[name], error)
-        pairs, parts = _pairs(packer, tables)
+        pairs, parts = pairs_with(packer, tables)
         data = packer.file.getvalue()
         pickles = [memoryview(data)[start:end] for start, end in itertools.pairwise(ends)]
         packed = Packed(
@@ -414,7 +212,7 @@ class Tracker:
         if held is not None and pairs:
             for within, found in packed.parts_within().items():
                 held.setdefault(within, set()).update(self.name_of(part << OFFSET_BITS) for part in found)
-        table = _Table(packed, roots, packer)
+        table = PackTable(packed, roots, packer)
         if tentative:
             self._tentative = self._tables[table.serial] = table
         else:
@@ -479,7 +277,7 @@ class Tracker:
             opener.load(name)
         return self.merge(opener, common=())
 
-    def _add(self, table: _Table) -> None:
+    def _add(self, table: PackTable) -> None:
         self._keep_tables(table.wanted)
         self._tables[table.serial] = table
 
@@ -529,7 +327,7 @@ class Tracker:
         for name in opener.bound:
             if name not in packed.names:
                 self.side.user_ns.pop(name, None)
-        table = _Table(packed, opener.roots, opener)
+        table = PackTable(packed, opener.roots, opener)
         values = {name: root[0] for name, root in zip(packed.names, opener.roots, strict=True)}
         common = packed.names if common is None else common
         counterparts = self._counterparts(table, packed)
@@ -559,11 +357,11 @@ class Tracker:
         opener.close()
         return values
 
-    def _counterparts(self, table: _Table, packed: Packed) -> dict[int, Any]:
+    def _counterparts(self, table: PackTable, packed: Packed) -> dict[int, Any]:
         """Return the known objects by the `id()` of the objects that arrived for them, without forgotten ones."""
         found = {}
         for place, number in pairs_in(packed):
-            if number >> OFFSET_BITS + _NAME_BITS not in self._tables:
+            if serial_of(number) not in self._tables:
                 continue
             new = table.objects.get(place)
             with contextlib.suppress(KeyError):  # the object was dropped, because nothing referred to it
@@ -572,84 +370,17 @@ class Tracker:
                     found[id(new)] = old
         return found
 
-    def copies(self, packed: Packed) -> Copies:
-        """Return the content of a pack as it arrived."""
-        opener = self.opening(packed, ())
-        for name in packed.names:
-            opener.load(name)
-        table = _Table(packed, opener.roots, opener)
-        objects = table.objects
-        states = {id(cls): state for _, cls, state in opener.held_classes}
-        for name in opener.bound:
-            self.side.user_ns.pop(name, None)
-        opener.close()
-        return Copies(
-            roots={name: root[0] for name, root in zip(packed.names, opener.roots, strict=True)},
-            objects={
-                number: _Copy(table.number_at(place), objects[place], states.get(id(objects[place])))
-                for place, number in pairs_in(packed)
-                if place in objects and not is_lost(objects[place]) and self._has(number)
-            },
-            failed=opener.failed,
-            new_classes=opener.new_classes,
-            referred=opener.referred,
-        )
-
-    def merge_copies(
-        self,
-        names: Collection[str],
-        copies: Sequence[Copies],
-        sources: Mapping[int, Copies],
-        substitutes: Mapping[int, Any],
-    ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """Merge values of which several packs contain versions. Return the values, and the errors, by name.
-
-        The other ends no longer have equal values, so each value is sent again when it is next read.
-
-        Args:
-            names: The names of the values.
-            copies: The packs. An object is taken from the first pack that contains it.
-            sources: The packs from which other objects are taken, by number.
-            substitutes: Objects that replace others, by number.
-        """
-        counterparts, versions = dict[int, Any](), dict[int, Any]()
-        taken = {id(obj): obj for each in copies for obj in each.referred}
-        states: dict[type, dict[str, Any]] = {}
-        chosen: dict[int, Any] = {}
-        for each in copies:
-            for number, (_, obj, state) in each.objects.items():
-                source = sources.get(number, each)
-                if state is not None and source is each:
-                    states.setdefault(obj, state)
-                elif number in substitutes:
-                    taken[id(obj)] = substitutes[number]
-                elif state is None:
-                    chosen.setdefault(number, source.objects[number].obj)
-                    versions[id(obj)] = chosen[number]
-                    counterparts[id(chosen[number])] = self.find(number)
-        merge = Merge(counterparts, taken, versions)
-        values = dict[str, Any]()
-        failed = {name: error for each in copies for name, error in each.failed.items() if name in names}
-        for name, root in ((name, root) for each in copies for name, root in each.roots.items()):
-            if name in names and name not in values and name not in failed:
-                try:
-                    values[name] = merge.merged(root)
-                    self._records[name].digest = b""  # an empty digest differs from every other
-                except Exception as error:  # the user's classes may raise any error  # noqa: BLE001
-                    failed[name] = error
-        merge.classes(states.items(), (cls for each in copies for cls in each.new_classes))
-        for number, obj in chosen.items():
-            if merge.has_merged(obj):
-                self._table_of(number).put(number, merge.final(obj))
-        return values, failed
-
-    def _has(self, number: int) -> bool:
+    def has(self, number: int) -> bool:
         """Return whether a number belongs to an object here. An object that was sent again has a newer number."""
         try:
             self.find(number)
         except KeyError:
             return False
         return True
+
+    def put(self, number: int, obj: Any) -> None:
+        """Give a number to another object, which represents the earlier one from now on."""
+        self._table_of(number).put(number, obj)
 
     def find(self, number: int) -> Any:
         """Return the object of a number."""
@@ -658,12 +389,12 @@ class Tracker:
     def retire_numbers(self, parts: Iterable[int]) -> None:
         """Stop using the numbers of these parts of packs. The other end has other numbers for their objects."""
         for part in parts:
-            table = self._tables.get(part >> _NAME_BITS)
+            table = self._tables.get(serial_of(part << OFFSET_BITS))
             if table is not None:
                 table.retire_numbers((part,))
 
-    def _table_of(self, number: int) -> _Table:
-        return self._tables[number >> OFFSET_BITS + _NAME_BITS]
+    def _table_of(self, number: int) -> PackTable:
+        return self._tables[serial_of(number)]
 
     def accept(self, values: Mapping[str, Any]) -> None:
         """Record that the other end has these values as they are now."""
@@ -697,13 +428,17 @@ class Tracker:
             for part in table.drop_unreferenced([each for each in newest_first if each.serial > table.serial])
         ]
 
+    def send_again(self, names: Iterable[str]) -> None:
+        """Send values again when they are next read."""
+        for name in names:
+            self._records[name] = _Record(self.root(name), b"")  # an empty digest differs from every other
+
     def send_again_with(self, names: Iterable[str]) -> None:
         """Send the other values of a pack again if its forgotten values are large, since the pack keeps them alive."""
         gone = set(names)
         for table in self._tables.values():
             if not gone.isdisjoint(table.names) and table.idle_nbytes > _IDLE_NBYTES:
-                for name in table.wanted & self._records.keys():
-                    self._records[name] = _Record(self.root(name), b"")  # an empty digest differs from every other
+                self.send_again(table.wanted & self._records.keys())
 
     def _drop(self, names: Iterable[str]) -> None:
         for name in names:
@@ -749,23 +484,6 @@ class Tracker:
         return {
             table.name_of(table.numbers[key]) for table in self._tables.values() for key in table.numbers.keys() & ids
         }
-
-
-def _pairs(packer: Packer, tables: Sequence[_Table]) -> tuple[array[int], tuple[int, ...]]:
-    """Return the pairs (place now, number before) of the objects in a pack that earlier packs have brought.
-
-    In a pair, the part's number is replaced by its index in the second result, the numbers of parts.
-    """
-    pairs, parts = array("Q"), dict[int, int]()
-    if tables:
-        with _no_collection():
-            memo = packer.memo.copy()
-            for each in tables:
-                for key in each.numbers.keys() & memo.keys():
-                    part, offset = divmod(each.numbers[key], 1 << OFFSET_BITS)
-                    pairs.extend((memo[key][0], parts.setdefault(part, len(parts)) << OFFSET_BITS | offset))
-            del memo
-    return pairs, tuple(parts)
 
 
 def _refused(name: str, value: Any, error: Exception) -> Placeholder:

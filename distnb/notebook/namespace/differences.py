@@ -8,7 +8,8 @@ from typing import Any
 
 from distnb.objects.code.definitions import class_state
 from distnb.objects.digesting import Digester
-from distnb.objects.tracking import Copies, Tracker
+from distnb.objects.tracking import Tracker
+from distnb.objects.versions import Copies
 
 __all__ = ["changes_of"]
 

@@ -9,10 +9,10 @@ from typing import Any
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.user_names import is_user_name, user_names
-from distnb.notebook.output.wording import cell_name
 from distnb.objects.code.definitions import UNPICKLING, is_code
 from distnb.objects.digesting import Digests
 from distnb.objects.plain import is_plain
+from distnb.views.wording import cell_name
 from distnb.wire.messages import ObjectId
 
 __all__ = ["Needs"]

@@ -28,7 +28,6 @@ from distnb.options import DATA_LIMIT_NBYTES, StrategySpec
 from distnb.runtime.this_process import this_process
 from distnb.topology import Team
 from distnb.values import DistributedValues, Future
-from distnb.views.wording import cell_name
 from distnb.wire.described_values import Result
 from distnb.wire.exchange import HeldArgument, Inquiry, NamedArgument, Snapshot, TeamKey, Upkeep, is_bare
 from distnb.wire.messages import ObjectId

@@ -12,10 +12,11 @@ from distnb.notebook.namespace.differences import changes_of
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.objects.code.definitions import is_code
 from distnb.objects.modes.environment import apply_environment
+from distnb.objects.pack_tables import part_of
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import same
-from distnb.objects.tracking import part_of
+from distnb.objects.versions import copies_in, merge_copies
 from distnb.values import Mirrored, structure
 from distnb.views.wording import human_bytes
 from distnb.wire.described_values import (
@@ -176,7 +177,7 @@ class Results:
         names = {name for name in names - unshared if name in tracker}
         changed = {replica: names & results.changed.keys() for replica, results in every.items()}
         copies = {
-            replica: tracker.copies(pack)
+            replica: copies_in(tracker, pack)
             for replica, results in every.items()
             if changed[replica] and (pack := results.pack) is not None
         }
@@ -193,7 +194,7 @@ class Results:
                 names -= unlike
         for replica, each in copies.items():
             self._numbers[replica] = {copy.number_there: number for number, copy in each.objects.items()}
-        values, failed = tracker.merge_copies(names, list(copies.values()), alike, self._different)
+        values, failed = merge_copies(tracker, names, list(copies.values()), alike, self._different)
         for name, error in failed.items():
             self._announce(_cannot_be_opened(name.partition("#")[0], error))
         self._handles_by_name(failed)

@@ -663,14 +663,14 @@ def test_an_object_that_a_replica_never_unpickled_is_sent_again(notebook: Notebo
     go_on = tmp_path / "go on"
     notebook.run(f"""%%distribute mirrored
 def come_late():
-    from distnb.engine.agent import Agent
-    def late(agent, *team, join=Agent.join, **options):
-        Agent.join = join
+    from distnb.engine.programs.team_programs import TeamPrograms
+    def late(programs, *team, join=TeamPrograms.join, **options):
+        TeamPrograms.join = join
         checks = map(os.access, itertools.repeat({str(go_on)!r}), itertools.repeat(os.F_OK))
         deaf({str(tmp_path)!r}, map(operator.not_, checks))
-        join(agent, *team, **options)
+        join(programs, *team, **options)
     if dist.get_rank() == 1:
-        Agent.join = late
+        TeamPrograms.join = late
 come_late()
 """)
     notebook.run("class Brought:\n    word = 'brought'\nnumbers = [1, 2, 3]")
