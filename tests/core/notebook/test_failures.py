@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 
@@ -15,96 +17,60 @@ from distnb.wire.messages import ErrorReport, Reply
 TEAM = Team(engines=(0, 1), devices=(Device("cpu"),) * 2, generation=1, store_host="", store_port=0)
 
 
-def raised_for(report: ErrorReport) -> BaseException:
+def report(error: BaseException, line: str = "where", name: str = "") -> ErrorReport:
+    """Report an error as a replica does; under another `name`, it cannot be pickled."""
+    return ErrorReport(
+        pickled=None if name else pickle.dumps(error),
+        type_name=name or type(error).__name__,
+        text=str(error),
+        traceback=(line,),
+        rendered=(line,),
+    )
+
+
+def raised_for(*reports: ErrorReport) -> Any:
+    """Return the exception for the replicas' errors, in order of arrival. Replicas without one have finished."""
     outcome = Outcome(1, (0, 1))
-    outcome.receive(0, Reply(program=1, status="error", error=report))
-    outcome.receive(1, Reply(program=1, status="ok"))
+    for engine in range(2):
+        error = reports[engine] if engine < len(reports) else None
+        outcome.receive(engine, Reply(program=1, status="error" if error else "ok", error=error))
     with pytest.raises(BaseException) as raised:  # noqa: PT011
         raise_failure(outcome, TEAM)
     return raised.value
 
 
+def shown(error: Any) -> str:
+    return "\n".join(error._render_traceback_())
+
+
 def test_a_class_that_cannot_be_loaded_is_reported_with_the_reason() -> None:
-    report = ErrorReport(
-        pickled=b"cno_such_module\nMine\n.",
-        type_name="no_such_module.Mine",
-        text="text",
-        traceback=("where",),
-        rendered=("where",),
-    )
-    error = raised_for(report)
+    mine = report(ValueError("text"), name="no_such_module.Mine")
+    error = raised_for(dataclasses.replace(mine, pickled=b"cno_such_module\nMine\n."))
     assert isinstance(error, RemoteError)
     assert str(error) == "no_such_module.Mine: text"
-    shown = "\n".join(error._render_traceback_())  # type: ignore[attr-defined]
-    for text in (shown, "\n".join(error.__notes__)):
+    for text in (shown(error), "\n".join(error.__notes__)):
         assert "ModuleNotFoundError: No module named 'no_such_module'" in text
         assert "replica 1 finished" in text
 
 
-def test_an_exception_keeps_its_type() -> None:
-    error = raised_for(
-        ErrorReport(
-            pickled=pickle.dumps(KeyError("k")),
-            type_name="KeyError",
-            text="'k'",
-            traceback=("where",),
-            rendered=("where",),
-        )
-    )
-    assert type(error) is KeyError
-    assert error.__notes__ == ["(replica 1 finished)"]
-
-
-def test_a_replica_that_ended_by_sys_exit_is_named() -> None:
-    error = raised_for(
-        ErrorReport(
-            pickled=pickle.dumps(SystemExit(3)),
-            type_name="SystemExit",
-            text="3",
-            traceback=("where",),
-            rendered=("where",),
-        )
-    )
-    assert type(error) is SystemExit
-    assert error.code == 3
-    assert error.__notes__ == ["(replica 0 of 2 (cpu:0) ended by it; replica 1 finished)"]
+@pytest.mark.parametrize(
+    ("raised", "note"),
+    [
+        (KeyError("k"), "(replica 1 finished)"),
+        (SystemExit(3), "(replica 0 of 2 (cpu:0) ended by it; replica 1 finished)"),
+    ],
+)
+def test_an_exception_keeps_its_type_and_notes_the_others(raised: BaseException, note: str) -> None:
+    error = raised_for(report(raised))
+    assert (type(error), error.args, error.__notes__) == (type(raised), raised.args, [note])
 
 
 def test_two_replicas_that_raise_different_errors_are_both_shown() -> None:
-    def shown(second: ErrorReport) -> str:
-        outcome = Outcome(1, (0, 1))
-        first = ErrorReport(
-            pickled=pickle.dumps(KeyError("k")),
-            type_name="KeyError",
-            text="'k'",
-            traceback=("line 1",),
-            rendered=("line 1",),
-        )
-        outcome.receive(0, Reply(program=1, status="error", error=first))
-        outcome.receive(1, Reply(program=1, status="error", error=second))
-        with pytest.raises(KeyError) as raised:
-            raise_failure(outcome, TEAM)
-        return "\n".join(raised.value._render_traceback_())  # type: ignore[attr-defined]
-
-    text = shown(
-        ErrorReport(
-            pickled=pickle.dumps(ValueError("v")),
-            type_name="ValueError",
-            text="v",
-            traceback=("line 2",),
-            rendered=("line 2",),
-        )
-    )
+    first = report(KeyError("k"), "line 1")
+    text = shown(raised_for(first, report(ValueError("v"), "line 2")))
     assert text.index("Replica 0 of 2 (cpu:0) raised:\nline 1") < text.index("Replica 1 of 2 (cpu:0) raised:\nline 2")
-    assert "line 2" not in shown(
-        ErrorReport(
-            pickled=None,
-            type_name="distnb.errors.CollectiveError",
-            text="lost",
-            traceback=("line 2",),
-            rendered=("line 2",),
-        )
-    )
+    lost = report(CollectiveError("lost"), "line 2", "distnb.errors.CollectiveError")
+    assert "line 2" not in shown(raised_for(first, lost))
 
 
 def test_replicas_that_ended_at_different_steps_are_reported() -> None:
@@ -127,14 +93,8 @@ def test_a_replica_that_does_not_end_is_reported_with_the_cure() -> None:
 def test_a_collective_that_ends_because_a_process_died_is_not_the_reason(error: Exception, raised: type) -> None:
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     outcome = Outcome(1, (0, 1))
-    outcome.receive(
-        0,
-        Reply(
-            program=1,
-            status="error",
-            error=ErrorReport(pickled=pickle.dumps(error), type_name=name, text=str(error), traceback=(), rendered=()),
-        ),
-    )
+    found = dataclasses.replace(report(error), type_name=name)
+    outcome.receive(0, Reply(program=1, status="error", error=found))
     outcome.mark_lost(1, "was killed by SIGKILL")
     with pytest.raises(raised):
         raise_failure(outcome, TEAM)
@@ -152,10 +112,8 @@ def test_a_late_successful_end_is_not_a_failure() -> None:
 
 def test_the_call_in_an_ordinary_cell_is_shown_above() -> None:
     outcome = Outcome(1, (0,))
-    report = ErrorReport(
-        pickled=pickle.dumps(KeyError("k")), type_name="KeyError", text="'k'", traceback=("where",), rendered=("there",)
-    )
-    outcome.receive(0, Reply(program=1, status="error", error=report))
+    error = dataclasses.replace(report(KeyError("k")), rendered=("there",))
+    outcome.receive(0, Reply(program=1, status="error", error=error))
     for called in (True, False):
         with pytest.raises(KeyError) as raised:
             raise_failure(
@@ -163,31 +121,13 @@ def test_the_call_in_an_ordinary_cell_is_shown_above() -> None:
                 Team(engines=(0,), devices=(Device("cpu"),), generation=1, store_host="", store_port=0),
                 callers_lines=(lambda error: ["here"]) if called else None,
             )
-        shown = raised.value._render_traceback_()  # type: ignore[attr-defined]
-        assert shown[:-1] == ["here"] * called + ["Replica 0 of 1 (cpu:0) raised:", "there"]
-        assert shown[-1].startswith("(%debug opens a debugger there")
+        lines = raised.value._render_traceback_()  # type: ignore[attr-defined]
+        assert lines[:-1] == ["here"] * called + ["Replica 0 of 1 (cpu:0) raised:", "there"]
+        assert lines[-1].startswith("(%debug opens a debugger there")
 
 
 @pytest.mark.parametrize("name", ["CollectiveError", "CollectiveMismatchError"])
 def test_a_consequence_reported_first_does_not_hide_the_error_that_caused_it(name: str) -> None:
-    outcome = Outcome(1, (0, 1))
-    outcome.receive(
-        0,
-        Reply(
-            program=1,
-            status="error",
-            error=ErrorReport(
-                pickled=None,
-                type_name=f"distnb.errors.{name}",
-                text="waits for ever",
-                traceback=("1",),
-                rendered=("1",),
-            ),
-        ),
-    )
-    cause = ErrorReport(
-        pickled=pickle.dumps(ValueError("mine")), type_name="ValueError", text="mine", traceback=("2",), rendered=("2",)
-    )
-    outcome.receive(1, Reply(program=1, status="error", error=cause))
-    with pytest.raises(ValueError, match="mine"):
-        raise_failure(outcome, TEAM)
+    consequence = report(CollectiveError("waits for ever"), name=f"distnb.errors.{name}")
+    error = raised_for(consequence, report(ValueError("mine")))
+    assert (type(error), str(error)) == (ValueError, "mine")

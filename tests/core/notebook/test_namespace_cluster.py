@@ -17,13 +17,11 @@ from distnb.notebook.handles.handle import RemotePerReplica
 from distnb.notebook.session import Session
 from distnb.options import StrategySpec
 from tests.support.sequences import SEQUENCES
-from tests.support.value_sequences import KINDS
 from tests.support.worlds import (
     ClusterWorld,
     PlainWorld,
     Process,
     compare,
-    compare_results,
     distributed,
     modes_kept,
     ordinary,
@@ -52,23 +50,26 @@ def world(session: Session, notebook: Process) -> Iterator[ClusterWorld]:
         yield ClusterWorld(session, notebook)
 
 
-@pytest.mark.parametrize("name", SEQUENCES)
+# What engines in this process share with the notebook. tests/core/objects runs every sequence with such engines.
+_NEED_PROCESSES = frozenset(
+    {
+        *("imports", "import here, use there", "IPython syntax", "random numbers", "default dtype", "globals()"),
+        *("gradients on and off", "big arrays", "a large text", "cached functions", "threads of both", "exceptions"),
+        *("enums, dataclasses, namedtuples", "class defined there", "functions and their globals", "estimators"),
+        *("memory: numpy() of a tensor", "memory: from_numpy, sent apart", "modules of torch", "data of a notebook"),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _NEED_PROCESSES else pytest.mark.soak) for name in SEQUENCES]
+)
 def test_cells_behave_as_in_one_ipython(name: str, world: ClusterWorld) -> None:
-    cells = SEQUENCES[name]
     plain = PlainWorld()
     with modes_kept():
-        run_all(plain, cells)
-    run_all(world, cells)
+        run_all(plain, SEQUENCES[name])
+    run_all(world, SEQUENCES[name])
     compare(plain.names(), world.names())
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_values_of_every_kind_return(name: str, world: ClusterWorld) -> None:
-    plain = PlainWorld()
-    with modes_kept():
-        run_all(plain, KINDS[name])
-    run_all(world, KINDS[name])
-    compare_results(plain.names(), world.names())
 
 
 def test_objects_are_freed_on_engines(world: ClusterWorld) -> None:

@@ -220,6 +220,7 @@ meet(FOLDER, "waits")
 loss.backward()
 """,
 }
+_TWINS = ("reduce", "raw barrier")  # they wait as "our collective" and "raw all_reduce" do
 WORKERS = """
 loader = torch.utils.data.DataLoader(Slow(), num_workers=1)
 alive = iter(loader)
@@ -230,8 +231,8 @@ next(alive)
 @pytest.mark.parametrize(
     ("where", "workers"),
     [
-        *((where, False) for where in WAITS),
-        *(pytest.param(each, True, marks=[] if each == "raw all_reduce" else pytest.mark.soak) for each in WAITS),
+        *(pytest.param(each, False, marks=pytest.mark.soak if each in _TWINS else ()) for each in WAITS),
+        *(pytest.param(each, True, marks=() if each == "raw all_reduce" else pytest.mark.soak) for each in WAITS),
     ],
 )
 def test_one_replica_raises_while_the_others_wait(
@@ -386,15 +387,6 @@ def stop_when_ready(notebook: Notebook, source: str) -> Ran:
     return ran
 
 
-def test_an_interrupt_ends_pending_calls(notebook: Notebook) -> None:
-    source = (
-        "def naps():\n    print('ready', flush=True)\n    time.sleep(600)\n"
-        "for _ in range(40):\n"
-        "    distnb.MirroredStrategy().run(naps, options=distnb.RunOptions(wait=False))"
-    )
-    stop_when_ready(notebook, source)
-
-
 def test_an_interrupt_between_calls_ends_pending_ones(notebook: Notebook) -> None:
     source = (
         "def naps():\n    print('ready', flush=True)\n    time.sleep(600)\n"
@@ -410,6 +402,7 @@ INTERRUPTED_WAITS = {
     "a step": "def step():\n    if distnb.replica_id() == 0:\n        time.sleep(600)\n"
     "    distnb.get_replica_context().all_reduce('sum', torch.ones(3))\nstrategy.run(step)",
 }
+_CATCHES = "except KeyboardInterrupt:"
 HANDLES = """%%distribute mirrored
 seen = []
 try:
@@ -427,8 +420,10 @@ def shown(notebook: Notebook, message: str, text: str) -> None:
     assert any(text in str(content) for _, content in notebook.events(message, LIMIT_S))
 
 
-@pytest.mark.parametrize("ends", ["except KeyboardInterrupt:", "finally:"])
-@pytest.mark.parametrize("waits", INTERRUPTED_WAITS)
+@pytest.mark.parametrize(
+    ("waits", "ends"),
+    [("a sleep", "finally:"), ("a collective", _CATCHES), ("a step", _CATCHES), ("a step", "finally:")],
+)
 def test_handlers_of_an_interrupt_have_time(notebook: Notebook, tmp_path: Path, waits: str, ends: str) -> None:
     go = tmp_path / "go"
     source = HANDLES.format(waits=textwrap.indent(INTERRUPTED_WAITS[waits], "    "), ends=ends, go=str(go))
@@ -535,7 +530,9 @@ MAKES_UNPICKLED = {
 }
 
 
-@pytest.mark.parametrize("what", MAKES_UNPICKLED)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if "goes on" in what else pytest.mark.soak) for what in MAKES_UNPICKLED]
+)
 def test_an_object_that_never_finishes_pickling_is_interrupted_and_dropped(notebook: Notebook, what: str) -> None:
     notebook.run(UNPICKLED)
     stop_when_ready(notebook, MAKES_UNPICKLED[what])
@@ -559,7 +556,7 @@ while True:
 
 
 def test_loops_of_short_calls_are_interrupted_and_their_objects_remain(notebook: Notebook) -> None:
-    for number in range(5):
+    for number in range(2):
         source = f"""
 def nap{number}():
     time.sleep(0.001)
