@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import multiprocessing
 import os
 import signal
@@ -61,38 +60,6 @@ def spin() -> None:
     BEGUN.set()
     while True:
         time.sleep(0.01)
-
-
-@pytest.mark.timeout(30)
-def test_an_order_raises_in_the_program(guard: Guard, pressing: Callable[..., None]) -> None:
-    pressing(1)
-    with pytest.raises(ProgramAborted, match="because"):
-        guard.call(1, spin)
-    assert guard.aborted
-    assert not guard.interrupted
-
-
-@pytest.mark.timeout(30)
-def test_an_interrupt_is_a_keyboard_interrupt(guard: Guard, pressing: Callable[..., None]) -> None:
-    pressing(1, interrupted=True)
-    with pytest.raises(KeyboardInterrupt):
-        guard.call(1, spin)
-    assert guard.interrupted
-
-
-@pytest.mark.timeout(30)
-def test_a_swallowed_order_is_sent_again(guard: Guard, pressing: Callable[..., None]) -> None:
-    def stubborn() -> None:
-        for _ in range(2):  # at least the first meets it within the `try`
-            try:
-                spin()
-            except BaseException:
-                continue
-        spin()
-
-    pressing(4)
-    with pytest.raises(ProgramAborted):
-        guard.call(4, stubborn)
 
 
 class Handler:
@@ -218,26 +185,6 @@ def stubborn(press):
 
 
 @pytest.mark.timeout(30)
-def test_a_loop_that_catches_everything_is_ended(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    cell: dict[str, Any] = {"__name__": "__main__"}
-    linecache.cache["stubborn"] = (len(STUBBORN), None, STUBBORN.splitlines(keepends=True), "stubborn")
-    exec(compile(STUBBORN, "stubborn", "exec"), cell)
-    tracing = sys.gettrace()
-    # Pressed by itself, at each turn: how often a thread would press meanwhile is up to the scheduler.
-    monkeypatch.setattr(guarding, "_RETRY_S", (0.0,))
-
-    def body() -> None:
-        guard.abort(1, "because")
-        cell["stubborn"](guard.press)
-
-    with pytest.raises(ProgramAborted):
-        guard.call(1, body)
-    assert len(cell["tidied"]) == 3, "it caught it at first"
-    assert sys.gettrace() is tracing
-    assert guard.call(2, lambda: "next") == "next"
-
-
-@pytest.mark.timeout(30)
 def test_failures_of_other_replicas_allow_a_grace_period_and_interrupts_do_not(guard: Guard) -> None:
     def order(interrupted: bool) -> Callable[[], str]:
         def body() -> str:
@@ -278,8 +225,7 @@ def test_an_order_that_arrives_before_its_program_ends_it_as_it_begins(guard: Gu
 def test_an_idle_engine_survives_an_order(guard: Guard) -> None:
     guard.call(1, lambda: None)
     guard.abort(1, "late")
-    guard.press()
-    time.sleep(0.05)
+    guard.press()  # a signal to this thread, which handles it before the next line
 
 
 @pytest.fixture

@@ -73,14 +73,6 @@ class Replica:
         return "".join(event.text for event in self.events if isinstance(event, InputRequest | Output))
 
 
-def test_a_question_is_answered_and_ends() -> None:
-    replica = Replica("me")
-    assert replica.call(lambda: replica.console.input("who? ")) == "me"
-    assert replica.events == [InputRequest(3, *PROGRAM, "", "who? "), InputFinished(3, *PROGRAM)]
-    with pytest.raises(EOFError):
-        Replica(None).console.input()
-
-
 def test_prompts_are_refused_when_idle_in_a_closure_and_in_a_child() -> None:
     replica = Replica()
     replica.running = None
@@ -127,27 +119,6 @@ def run(replica: Replica) -> int:
     finally:
         debugger.stop_stepping()
         replica.console.leave()
-
-
-def test_a_breakpoint_shows_the_users_frame_and_continues() -> None:
-    steps = ["n"] * (2 if sys.version_info >= (3, 13) else 1)  # since 3.13 it stops in the breakpoint's own line
-    replica = Replica("p ('x', x)", *steps, "!x = 7", "w", "c")
-    assert run(replica) == 7
-    prompts = [event.prompt for event in replica.events if isinstance(event, InputRequest)]
-    assert prompts == ["replica 1 (cpu:0)> "] * (4 + len(steps))
-    assert "('x', 1)" in replica.shown()
-    assert "-> " in replica.shown()
-    assert "distnb/engine" not in replica.shown()
-    assert isinstance(replica.events[-1], InputFinished)
-    assert sys.gettrace() is None
-
-
-@pytest.mark.parametrize("line", ["q", None])
-def test_quitting_ends_the_program(line: str | None) -> None:
-    replica = Replica(line)
-    with pytest.raises(debugger.BdbQuit, match="ended the cell at the debugger's prompt"):
-        run(replica)
-    assert isinstance(replica.events[-1], InputFinished)
 
 
 def test_an_order_to_end_passes_the_handlers_of_debuggers() -> None:

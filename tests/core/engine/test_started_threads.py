@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from distnb.engine.programs import started_threads
 from distnb.engine.programs.started_threads import note_work_of_pools, threads_awaited
 
 pytestmark = pytest.mark.timeout(20)
@@ -83,13 +86,18 @@ def test_daemons_earlier_threads_and_threads_of_failed_programs_are_not_waited_f
         thread.join()
 
 
-def test_a_slow_thread_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_thread_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started_threads, "_PATIENCE_S", 0.0)
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+
     def work() -> None:
-        time.sleep(1.3)
+        while not shown.getvalue():
+            time.sleep(0.001)
 
     with threads_awaited():
         threading.Thread(target=work, name="the-saver").start()
-    notice = capsys.readouterr().err
+    notice = shown.getvalue()
     assert "the-saver" in notice
     assert "in work" in notice
     assert "daemon=True" in notice
