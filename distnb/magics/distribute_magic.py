@@ -33,7 +33,7 @@ from distnb.wire.messages import UsersFunction
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from distnb.notebook.cells import CellTimes
+    from distnb.notebook.running.cells import CellTimes
     from distnb.notebook.session import Session
     from distnb.widgets.front import Front
 

@@ -15,16 +15,16 @@ from distnb import features
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError
-from distnb.notebook.calls import Calls
-from distnb.notebook.cells import OUTPUT_PATIENCE_S, Cells
 from distnb.notebook.engine_owners import EngineOwner, LastingOwner, plan_owner
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
-from distnb.notebook.program_runs import ProgramRuns
 from distnb.notebook.remote_dataset import RemoteIterator
 from distnb.notebook.reports import process_text, stacks_text
 from distnb.notebook.resizing import Resized, Resizing, checked_size
+from distnb.notebook.running.calls import Calls
+from distnb.notebook.running.cells import OUTPUT_PATIENCE_S, Cells
+from distnb.notebook.running.program_runs import ProgramRuns
 from distnb.notebook.session_part import SessionPart
 from distnb.options import StrategySpec
 from distnb.topology import Task, Team

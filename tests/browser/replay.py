@@ -32,7 +32,11 @@ class ReplaySession:
         self.events = EventHub()
         self.replicas = replicas
         self._programs = 0
-        self.cells: list[tuple[str, Any, dict[str, Any]]] = []
+        self.played: list[tuple[str, Any, dict[str, Any]]] = []
+        self.cells = SimpleNamespace(run=self._play, latest_times=None)
+        self.calls = SimpleNamespace(finish=lambda: None, latest_strategy="mirrored")
+        self.engines = SimpleNamespace(save_names=lambda: None)
+        self.programs = SimpleNamespace(inspecting=nullcontext, unshown=frozenset(), failure=None)
         self.namespace = SimpleNamespace(localise=lambda source: nullcontext(()))
 
     def status(self) -> tuple[Any, ...]:
@@ -43,24 +47,13 @@ class ReplaySession:
     def work(self) -> dict[str, tuple[str, str]]:
         return {}
 
-    def inspecting(self) -> Any:
-        return nullcontext()
-
     alive = True
     name = ""
-    latest_strategy = "mirrored"
-    unshown: frozenset[int] = frozenset()
     tasks: Mapping[int, Any] = MappingProxyType({})
     latest_program = property(lambda self: self._programs)
 
     def flush_events(self) -> bool:
         return True
-
-    def finish_calls(self) -> None:
-        return
-
-    def save_names(self) -> None:
-        return
 
     def interrupt(self) -> bool:
         return False
@@ -68,9 +61,9 @@ class ReplaySession:
     def stop(self) -> None:
         return
 
-    def run_cell(self, source: str, spec: Any, **keywords: Any) -> None:
+    def _play(self, source: str, spec: Any, **keywords: Any) -> None:
         """Play the recording that a comment `# replay: NAME` in the cell names."""
-        self.cells.append((source, spec, keywords))
+        self.played.append((source, spec, keywords))
         self._programs += 1
         team = Team(
             engines=tuple(range(self.replicas)),

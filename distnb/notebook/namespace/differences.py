@@ -8,8 +8,8 @@ from typing import Any
 
 from distnb.objects.code.definitions import class_state
 from distnb.objects.digesting import Digester
+from distnb.objects.replica_versions import Copies
 from distnb.objects.tracking import Tracker
-from distnb.objects.versions import Copies
 
 __all__ = ["changes_of"]
 

@@ -16,7 +16,7 @@ from distnb.objects.pack_tables import part_of
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import same
-from distnb.objects.versions import copies_in, merge_copies
+from distnb.objects.replica_versions import copies_in, merge_copies
 from distnb.values import Mirrored, structure
 from distnb.views.wording import human_bytes
 from distnb.wire.described_values import (

@@ -225,7 +225,7 @@ def test_the_error_for_invalid_options_names_the_cure(line: str, words: list[str
 def test_a_cell_keeps_its_line_numbers(shell: InteractiveShell, session: ReplaySession) -> None:
     result, text = run(shell, "%%distribute mirrored -n 2\nx = 1\n# replay: lines\n")
     assert result.success
-    source, spec, keywords = session.cells[0]
+    source, spec, keywords = session.played[0]
     assert source.split("\n")[:3] == ["# %%distribute mirrored -n 2", "x = 1", "# replay: lines"]
     assert spec == StrategySpec(kind="mirrored", devices=(), num_replicas=2)
     assert keywords["label"] == f"Cell In[{shell.execution_count}]"
@@ -237,7 +237,7 @@ def test_a_cell_is_named_by_its_number_in_the_notebook(shell: InteractiveShell, 
     for number in (1, 2):
         with capture_output():
             shell.run_cell("%%distribute mirrored\n# replay: lines\n", store_history=True)
-        assert session.cells[-1][2]["label"] == f"Cell In[{number}]"
+        assert session.played[-1][2]["label"] == f"Cell In[{number}]"
 
 
 def test_output_of_a_new_cluster_appears_in_its_own_cell(shell: InteractiveShell, session: ReplaySession) -> None:
@@ -317,7 +317,7 @@ def test_magics_that_run_a_cell_may_precede(
     assert "hello" in (captured if "captured" in magics else text)
     if word == "mirrored":
         above = magics.count("\n") + 1
-        assert session.cells[0][0].split("\n")[above - 1 : above + 2] == [
+        assert session.played[0][0].split("\n")[above - 1 : above + 2] == [
             "",
             "# %%distribute mirrored",
             "# replay: lines",
@@ -375,7 +375,7 @@ def test_nested_cell_magics_are_refused_by_name(shell: InteractiveShell, session
     message = error_of(shell, "%%distribute mirrored\nx = 1\n%%time\ny = 2\n")
     assert "%%time in line 3" in message
     assert "above %%distribute" in message
-    assert session.cells == []
+    assert session.played == []
 
 
 def test_text_that_resembles_a_nested_magic_is_allowed(shell: InteractiveShell) -> None:
@@ -393,7 +393,7 @@ def test_code_above_the_magic_is_refused_with_the_cure(shell: InteractiveShell, 
         "%distribute mirrored",
     ):
         assert "must be the first line" in error_of(shell, source)
-    assert session.cells == []
+    assert session.played == []
 
 
 def test_text_that_contains_the_magic_is_left_unchanged(shell: InteractiveShell, tmp_path: Any) -> None:
@@ -518,7 +518,7 @@ def test_distribute_prints_its_help(shell: InteractiveShell, session: ReplaySess
         assert result.success
         for word in ("--devices", "--gradients {sum,mean}", "central_storage", "mirrored"):
             assert word in text
-    assert session.cells == []
+    assert session.played == []
     assert "x" not in shell.user_ns
 
 
@@ -641,10 +641,10 @@ def test_autodistribute_applies_until_it_is_off(shell: InteractiveShell, session
     run(shell, "!true")
     run(shell, "%%distribute mirrored\nz = 2")
     run(shell, "x = 1")
-    texts = [source for source, _, _ in session.cells]
+    texts = [source for source, _, _ in session.played]
     assert texts[1:] == ["# %%distribute mirrored\nz = 2\n", "x = 1\n"]
     assert texts[0].splitlines()[1:] == ["x = 1", "for y in ():", "    pass"], "line numbers are the cell's own"
-    assert session.cells[0][1].num_replicas == 2
+    assert session.played[0][1].num_replicas == 2
     run(shell, "%autodistribute off")
     run(shell, "here = 3")
     assert shell.user_ns["here"] == 3
@@ -654,7 +654,7 @@ def test_autodistribute_applies_until_it_is_off(shell: InteractiveShell, session
 
 def test_a_cell_keeps_its_history_and_options(shell: InteractiveShell, session: ReplaySession) -> None:
     run(shell, "%%distribute mirrored --replicas 0,2-3\nprint(1)")
-    assert session.cells[0][2]["only"] == (0, 2, 3)
+    assert session.played[0][2]["only"] == (0, 2, 3)
     assert "not a list of replicas" in error_of(shell, "%%distribute mirrored --replicas 3-1\nprint(1)")
     for option in "--time", "--replicas 0":
         assert "own process" in error_of(shell, f"%%distribute default {option}\nprint(1)")

@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from distnb.notebook.calls import Calls
 from distnb.notebook.engines import Engines
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.output.profiles import write_profiles
-from distnb.notebook.program_runs import ProgramRuns
 from distnb.notebook.programs.failures import warn_of_drift
+from distnb.notebook.running.calls import Calls
+from distnb.notebook.running.program_runs import ProgramRuns
 from distnb.notebook.teams import check_replicas
 from distnb.options import StrategySpec
 from distnb.runtime.program_ends import program_ended

@@ -9,8 +9,8 @@ from distnb.notebook.engines import Engines
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.handles.pending import DeferredCall, PendingCalls
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
-from distnb.notebook.program_runs import ProgramRuns
 from distnb.notebook.programs.outcome import Outcome
+from distnb.notebook.running.program_runs import ProgramRuns
 from distnb.options import StrategySpec
 from distnb.runtime import step_count
 from distnb.topology import Team
