@@ -144,7 +144,6 @@ def _summed(rows: Iterable[_Engine], held: Mapping[int, Mapping[str, int]]) -> d
 
 
 def _hosts(rows: Iterable[_Engine], memory: Mapping[int, MemoryUse], names: Mapping[int, str]) -> list[MemoryPool]:
-    """Return the memory of each machine, and the bytes that engines use."""
     hosts: dict[str, list[_Engine]] = {}
     for row in rows:
         if row.engine in memory:

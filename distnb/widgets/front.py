@@ -120,7 +120,6 @@ class Front:
         self.on_news()
 
     def _note_engines(self, session: Session) -> None:
-        """Note the engines of a session, and forget samples of others."""
         rows = session.status()
         self._replicas = len(rows)
         self._devices = {row.engine: row.device for row in rows}

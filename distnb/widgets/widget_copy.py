@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import ipywidgets
-import traitlets
 
 __all__ = ["WidgetCopy"]
 
@@ -21,19 +20,9 @@ class WidgetCopy(ipywidgets.Widget):  # type: ignore[misc]
 
     def __init__(self, model_id: str, state: dict[str, Any]) -> None:
         self.state = state
+        for name in ("_model_name", "_model_module", "_model_module_version"):
+            self.set_trait(name, state[name])  # read-only traits, which pages need when the comm is opened
         super().__init__(model_id=model_id)
-
-    @traitlets.default("_model_name")
-    def _default_model_name(self) -> str:
-        return str(self.state["_model_name"])
-
-    @traitlets.default("_model_module")
-    def _default_model_module(self) -> str:
-        return str(self.state["_model_module"])
-
-    @traitlets.default("_model_module_version")
-    def _default_model_module_version(self) -> str:
-        return str(self.state["_model_module_version"])
 
     def get_state(self, key: str | Iterable[str] | None = None, drop_defaults: bool = False) -> dict[str, Any]:
         """Return the state, or a part of it."""

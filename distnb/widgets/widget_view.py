@@ -43,7 +43,11 @@ class _Sent(NamedTuple):
 
 
 def _module() -> str:
-    """Return the code of the browser side. A page runs uPlot's part once, for all views."""
+    """Return the code of the browser side: uPlot, as its npm package has it, and live_view.js.
+
+    Each view brings all of it, because a page that was reloaded has nothing, and a busy kernel answers no request. A
+    page runs uPlot's part once.
+    """
     folder = resources.files("distnb.widgets")
     names = ("uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "live_view.js")
     style, uplot, view = (folder.joinpath(name).read_text(encoding="utf-8") for name in names)

@@ -96,7 +96,6 @@ class _Drawing:
         return table + "".join(self._gallery(name, components) for name, components in leaves)
 
     def _gallery(self, name: str, components: Parts) -> str:
-        """Draw the pictures of some components side by side."""
         shown = []
         for group in fold(components):
             if not group.what.picture:
@@ -159,7 +158,6 @@ class _Drawing:
 
 
 def _shown(what: Inspected) -> str:
-    """Return a short value as HTML."""
     style = "font-family:monospace;white-space:pre-wrap;display:inline-block;max-width:44em"
     return Html(f'<span style="{style}">{html.escape(what.text)}</span>') if what.text and what.parameters < 0 else ""
 
