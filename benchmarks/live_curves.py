@@ -22,6 +22,7 @@ SETUP = """
 %load_ext distnb
 import math, threading, time
 from distnb.topology import Device, Team
+from distnb.widgets.cell_view import CellView
 from distnb.widgets.front import Front
 from distnb.wire.messages import Live, Status
 from tests.browser import replay
@@ -38,7 +39,7 @@ def timed(method):
     return call
 
 Front._drain = timed(Front._drain)
-Front._tick = timed(Front._tick)
+CellView.tick = timed(CellView.tick)
 
 def curves(self, steps, seconds):
     begin, turn, done = time.monotonic(), 0, [0] * self.replicas
@@ -52,7 +53,7 @@ def curves(self, steps, seconds):
                 own = math.exp(-step / steps) + 0.05 * math.sin(step * (1 + replica / 7))
                 points.append((step, 0, {{"own loss": own}}))
             done[replica] = now
-            yield Live(replica, self.program, replica, tuple(points))
+            yield Live(engine=replica, program=self.program, replica=replica, points=tuple(points))
 
 replay.Player.curves = curves
 """
