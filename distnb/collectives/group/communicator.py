@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distnb import activity
 from distnb.collectives.group.backends import Backends
+from distnb.collectives.group.communicator_state import CommunicatorState, caught
 from distnb.collectives.shared_memory.shared_sum import SharedSum
 from distnb.collectives.verify.collective_log import CollectiveRecord, CollectiveWait
 from distnb.collectives.verify.deadlock import DeadlockDetector
@@ -21,7 +22,7 @@ from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAbort
 if TYPE_CHECKING:
     from distnb.collectives.group.process_group import GuardedProcessGroup
 
-__all__ = ["Beginning", "Communicator", "caught"]
+__all__ = ["Beginning", "Communicator"]
 
 _ABORT_GRACE_S = 0.5
 _FAILED_GRACE_S = 3.0
@@ -29,12 +30,8 @@ _ORDER_GRACE_S = 1.5  # until the notebook has received an error and ordered the
 _GRACE_S = 0.2
 _PAUSE_S = 0.002
 _CATCHING_S = 0.03  # an error that is not caught has ended its replica's program by then
+_IN_CHILD = "A forked child of a replica, such as a DataLoader's worker, cannot take part in its collectives."
 _EARLIER = "This operation belonged to an earlier generation of the process group, which was aborted."
-
-
-def caught(undone: str) -> str:
-    """Explain why an error ends a program that caught it, with the collective that the error left undone."""
-    return f"This error ends the program on every replica, although the program went on after it. {undone}".rstrip()
 
 
 class Beginning:
@@ -49,34 +46,28 @@ class Beginning:
 
 
 class Communicator:
-    """A process group's backends in one generation, the operations under way, and the error that ended them.
+    """A process group's backends in one generation, and the operations under way. Its failure is a state machine.
 
     Attributes:
-        failure: The error that ended it, or that keeps it from being formed.
-        undone: A description of the collective that the failure left undone, if the program caught the error.
         name: Its name on all replicas.
         backends, verifier, shared: Its parts, while it is connected.
     """
 
     def __init__(self, group: GuardedProcessGroup, failure: BaseException | None = None) -> None:
         self.group = group
-        self.failure = failure
-        self._earlier_failure: BaseException | None = None  # left by an earlier program
-        self.undone = self.name = ""
+        self.name = ""
+        self._state = CommunicatorState(failure)
         self.backends: Backends | None = None
         self.verifier: Verifier | None = None
         self.shared: SharedSum | None = None
         self.posting = threading.RLock()
-        self._failing = threading.Lock()
+        self._failing = threading.Lock()  # for events of the state
         self._connecting = threading.Lock()
         self._deadlocks: DeadlockDetector | None = None
         self.open: dict[int, Any] = {}  # works of Gloo's by their numbers
         self._watched: set[Any] = set()
         self._deadlines: dict[Any, tuple[Any, float, float]] = {}  # number or message -> (work, limit, deadline)
-        self._retired = False
-        self._ends_program = self._raised = False
-        self._failed_at = 0.0
-        self._failed_since: float | None = None
+        self._departed_since: float | None = None  # the time since when other replicas' errors are known
 
     # -- from beginning to end ---------------------------------------------------------------------------------------
 
@@ -124,22 +115,18 @@ class Communicator:
     def _end_program(self, error: BaseException, undone: str, raised: bool, abort: bool) -> None:
         verifier, parent = self.verifier, self.group.parent
         with self._failing:
-            if self.failure is not None:
-                return
-            self.failure, self.undone, self._raised = error, undone, raised
-            self._failed_at, self._ends_program = time.monotonic(), True
-        if isinstance(error, ProgramAborted):
-            parent = None
-        elif verifier is not None:
+            orders = self._state.fail(error, undone, raised, now=time.monotonic())
+        if "report" in orders and verifier is not None:
             verifier.report_failure(error, undone)
-        self._free(abort)
-        if parent is not None:
+        if "free" in orders:
+            self._free(abort)
+        if "fail parent" in orders and parent is not None:
             parent.communicator._end_program(error, undone, raised, abort=True)
 
     def stop(self, error: CollectiveError, *, abort: bool = True) -> None:
         """End every operation of this replica under way, and all later ones, without a report to the others."""
         with self._failing:
-            self.failure = self.failure or error
+            self._state.stop(error, now=time.monotonic())
         self._free(abort)
 
     def _free(self, abort: bool) -> None:
@@ -164,7 +151,7 @@ class Communicator:
         Later operations raise the error. Operations under way may complete if they are not aborted.
         """
         with self._failing:
-            self.failure, self._ends_program, self._retired = error or CollectiveError(_EARLIER), False, True
+            self._state.retire(error or CollectiveError(_EARLIER), now=time.monotonic())
         backends, self.backends, self.verifier, self.shared = self.backends, None, None, None
         if backends is not None:
             if abort:
@@ -193,10 +180,22 @@ class Communicator:
             return True
         return any(work.under_way() for work in list(self._watched))
 
+    def forget_in_child(self) -> None:
+        """Release the connections in a forked child, without a lock, which the parent's threads may hold."""
+        self._state.stop(CollectiveError(_IN_CHILD), now=time.monotonic())
+        if (backends := self.backends) is not None:
+            backends.keep_for_ever()
+            backends.connections.forget_in_child()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended it, or that keeps it from being formed."""
+        return self._state.failure
+
     @property
     def failed(self) -> bool:
         """True if a wait for a work must fail. After `retire` completed works stay valid."""
-        return self.failure is not None and not self._retired
+        return self._state.phase not in ("open", "retired")
 
     def raise_failure(self, *, to_program: bool = True) -> NoReturn:
         """Raise the failure.
@@ -208,38 +207,30 @@ class Communicator:
             ProgramAborted: The program has received the error before, has caught it, and calls another collective.
                 `except Exception` does not catch this.
         """
-        failure = self.failure
+        state, failure = self._state, self._state.failure
         assert failure is not None
-        if not self._ends_program or isinstance(failure, ProgramAborted):
+        if not state.ends_program:
             # A copy: one object would collect the traceback of every raise.
             raise type(failure)(*failure.args) from None
-        if to_program and self._raised:
-            raise ProgramAborted(caught(self.undone)) from failure
-        self._raised |= to_program
+        if to_program:
+            if state.phase == "handed over":
+                raise ProgramAborted(caught(state.undone)) from failure
+            with self._failing:
+                state.hand_over(now=time.monotonic())
         raise failure
 
     @property
     def ended_program(self) -> tuple[BaseException, str] | None:
         """The error that ended the program on all replicas, and an explanation if the program caught it."""
-        failure = self.failure
-        if not self._fails_now or not self._ends_program or isinstance(failure, ProgramAborted):
+        state = self._state
+        if state.failure is None or state.is_earlier or not state.ends_program:
             return None
-        assert failure is not None
-        return failure, caught(self.undone)
-
-    @property
-    def _fails_now(self) -> bool:
-        """True if there is a failure that has arisen in this program.
-
-        A program may begin on connections that an earlier one broke, because the notebook requests the next batches
-        before it knows that the current call fails. If such a program calls no collective, it succeeds.
-        """
-        return self.failure is not None and self.failure is not self._earlier_failure
+        return state.failure, caught(state.undone)
 
     @property
     def failed_for_s(self) -> float:
         """The time since `ended_program` is known; 0 if it is None."""
-        return time.monotonic() - self._failed_at if self.ended_program is not None else 0.0
+        return time.monotonic() - self._state.since if self.ended_program is not None else 0.0
 
     # -- operations --------------------------------------------------------------------------------------------------
 
@@ -392,7 +383,8 @@ class Communicator:
 
     def begin_program(self, program: int) -> None:
         """Begin a program on this replica."""
-        self._earlier_failure = self.failure
+        with self._failing:
+            self._state.begin_program(now=time.monotonic())
         if self.verifier is not None:
             self.verifier.begin(program)
         if self._deadlocks is not None:
@@ -464,8 +456,8 @@ class Communicator:
         """
         if self.group.member.supervised:
             return
-        self._failed_since = (self._failed_since or time.monotonic()) if failed else None
-        if self._failed_since is not None and time.monotonic() - self._failed_since >= grace_s:
+        self._departed_since = (self._departed_since or time.monotonic()) if failed else None
+        if self._departed_since is not None and time.monotonic() - self._departed_since >= grace_s:
             who = ", ".join(str(self.group.replicas[rank]) for rank in failed)
             self.fail(
                 CollectiveError(
@@ -550,7 +542,7 @@ class Communicator:
         if self.failure is None and self.group.calls.error is not None:
             # Others may still reach a collective that the error left undone.
             self._await(lambda: verifier.others_ended() or self._fails_by_error(_GRACE_S), None)
-        if self._fails_now:
+        if self.failure is not None and not self._state.is_earlier:
             self.raise_failure()
 
     def _fails_by_error(self, patience_s: float) -> bool:

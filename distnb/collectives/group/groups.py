@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from distnb.accelerators import device_of_rank, name_on_machine
 from distnb.collectives.group import exits, rendezvous
-from distnb.collectives.group.communicator import caught
+from distnb.collectives.group.communicator_state import caught
 from distnb.collectives.group.gloo_sockets import LOST_AFTER_S, give_up_on_silence
 from distnb.collectives.group.interface import Group
 from distnb.collectives.group.membership import Attempt, Member
@@ -328,7 +328,7 @@ class Groups:
         else:
             self._pid = os.getpid()  # groups that it joins from now on are its own
         for group in self._groups():
-            group.forget_in_child()
+            group.communicator.forget_in_child()
         self._active = None
 
 

@@ -48,7 +48,6 @@ OWN = "group."
 _NOT_CONNECTED = (
     "This process group belongs to another team of replicas than the running program, or to a generation that ended."
 )
-_IN_CHILD = "A forked child of a replica, such as a DataLoader's worker, cannot take part in its collectives."
 # Any for the type checker: torch's stubs have overloads that only the old interface used.
 _ProcessGroup: Any = dist.ProcessGroup
 Work = dist.Work
@@ -249,13 +248,6 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         this."""
         self._destroyed = True
         self.communicator.retire(CollectiveError("The process group was destroyed. Make a new one."), abort=False)
-
-    def forget_in_child(self) -> None:
-        """Release the connections in a forked child. Otherwise they would stay open when the replica dies."""
-        self.communicator.failure = CollectiveError(_IN_CHILD)
-        if (backends := self.communicator.backends) is not None:
-            backends.keep_for_ever()
-            backends.connections.forget_in_child()
 
     def ready(self) -> tuple[Communicator, Backends]:
         """Return the connected communicator and its backends. Raise the failure if there is one."""
