@@ -71,7 +71,7 @@ class CheckpointManager:
         self._max_to_keep = max_to_keep
         self._keep_every = keep_every
         self._name = checkpoint_name
-        self._numbers, self._taken = on_chief(self._clean_up)  # those of complete checkpoints, and of all
+        self._numbers, self._existing = on_chief(self._clean_up)  # those of complete checkpoints, and of all
 
     def _clean_up(self) -> tuple[list[int], list[int]]:
         if os.path.isdir(self.directory):
@@ -88,7 +88,7 @@ class CheckpointManager:
         """Acquire the folder's lock, and return the existing numbers: others may have saved before this program."""
         Path(self.directory).mkdir(parents=True, exist_ok=True)
         is_new = folder_locks.keep(self._path(0))
-        return self._found() if is_new else (self._numbers, self._taken)
+        return self._found() if is_new else (self._numbers, self._existing)
 
     def _path(self, number: int) -> Path:
         return Path(self.directory, f"{self._name}-{number}")
@@ -120,8 +120,8 @@ class CheckpointManager:
         """
         self.checkpoint._require_all_replicas()  # on every replica, before the replicas wait for each other
         self.checkpoint._finish()
-        self._numbers, self._taken = on_chief(self._acquire_folder)
-        last = self._taken[-1] if self._taken else 0
+        self._numbers, self._existing = on_chief(self._acquire_folder)
+        last = self._existing[-1] if self._existing else 0
         number = last + 1 if checkpoint_number is None else int(checkpoint_number)
         if number < 0:
             raise OptionError(f"checkpoint_number={checkpoint_number!r}: give a whole number, 0 or more.")
@@ -131,7 +131,7 @@ class CheckpointManager:
         removed = [self._path(each) for each in doomed]
         path = self.checkpoint._write(lambda: self._path(number), wait, removed)
         self._numbers = [each for each in numbers if each not in doomed]
-        self._taken = sorted({*self._taken, number}.difference(doomed))
+        self._existing = sorted({*self._existing, number}.difference(doomed))
         return path
 
     def wait(self) -> None:
@@ -154,5 +154,5 @@ class CheckpointManager:
         Raises:
             CheckpointError: There are checkpoints but none is complete, or the newest lacks some objects.
         """
-        paths = [self._path(number) for number in reversed(self._taken)]
+        paths = [self._path(number) for number in reversed(self._existing)]
         return self.checkpoint._restore(paths).path if paths else None

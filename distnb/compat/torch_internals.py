@@ -176,7 +176,7 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def take_gradient_hooks(tensor: torch.Tensor, source: torch.Tensor) -> None:
+def move_gradient_hooks(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """Give a tensor the hooks on the gradient of another, which it replaces."""
     if source._backward_hooks:
         tensor._backward_hooks = source._backward_hooks

@@ -291,10 +291,10 @@ class Estimator:
         return spec, global_step, mean, itertools.chain(first, batches)
 
     def _dataset(self, strategy: Strategy, input_fn: Callable[..., Any], known: Mapping[str, Any]) -> Any:
-        takes_context = "input_context" in inspect.signature(input_fn).parameters
+        accepts_context = "input_context" in inspect.signature(input_fn).parameters
 
         def make(context: InputContext | None = None) -> Any:
-            if context is not None and context.num_input_pipelines > 1 and not takes_context:
+            if context is not None and context.num_input_pipelines > 1 and not accepts_context:
                 raise OptionError(
                     f"batch_is_per_replica=True, and {context.num_input_pipelines} workers would all read the same. "
                     "Give input_fn a parameter input_context, and let it read the part of this worker: every "
@@ -304,7 +304,7 @@ class Estimator:
             check_batched(dataset)  # the default strategy would accept anything
             return dataset
 
-        if takes_context or self.config.batch_is_per_replica:
+        if accepts_context or self.config.batch_is_per_replica:
             return strategy.distribute_datasets_from_function(make)
         return strategy.distribute_dataset(make())
 

@@ -78,13 +78,13 @@ class DatasetCreator(_Batches):
         self.input_options = input_options
 
     @property
-    def takes_context(self) -> bool:
+    def accepts_context(self) -> bool:
         """True if the function is called with an InputContext."""
         return bool(inspect.signature(self.dataset_fn).parameters)
 
     def __iter__(self) -> Iterator[Any]:
         """Read batches in this process alone."""
-        made = self.dataset_fn(InputContext(1, 0, 1)) if self.takes_context else self.dataset_fn()
+        made = self.dataset_fn(InputContext(1, 0, 1)) if self.accepts_context else self.dataset_fn()
         for batch in made:
             yield _tensors(batch)
 
@@ -153,7 +153,7 @@ def resolve_data(
     for name in ("x", "validation_data"):
         data = given.get(name)
         dataset: Any = data
-        if isinstance(data, DatasetCreator) and data.takes_context and strategy is not None:
+        if isinstance(data, DatasetCreator) and data.accepts_context and strategy is not None:
             make = strategy.distribute_datasets_from_function
             dataset = functools.partial(make, data.dataset_fn, data.input_options)
         elif isinstance(data, DistributedDataset):

@@ -206,7 +206,7 @@ class ModelOnReplicas:
         kept = [each for each in optimizer_tensors(self._model) if not is_sharded(each)]
         trained = [each.value for each in self._model.trainable_variables]
         if not all(map(registration.owns, [*trained, *kept])):
-            registration.take(self._model, kept)
+            registration.register_model(self._model, kept)
 
     def _share_randomness(self) -> None:
         """Make all replicas draw the same random numbers from here on, such as the order of rows.

@@ -190,7 +190,7 @@ class Resizing:
         """Return a context in which an interrupt ends only a program that may be ended, and is noted otherwise."""
         with self._dispatch.interrupts as interrupts:
             yield
-            self._is_interrupted |= interrupts.take()
+            self._is_interrupted |= interrupts.pop()
 
     def _count(self, size: int) -> str:
         return f"{size} {'worker' if self._engines.tasks else 'engine'}{'s' * (size != 1)}"

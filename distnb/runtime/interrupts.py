@@ -33,11 +33,11 @@ class Interrupts:
         reply = socket.recv()     # SIGINT arrives here: the reply has left the socket,
         replies.append(reply)     # but it is never stored, so the wait for it never ends
 
-    If `take` has not returned a SIGINT by the end of the context, KeyboardInterrupt is raised there. The context may be
+    If `pop` has not returned a SIGINT by the end of the context, KeyboardInterrupt is raised there. The context may be
     nested. In other threads it changes nothing, because Python handles SIGINT only in the main thread.
 
     Attributes:
-        count: The number of SIGINTs since `take` was last called.
+        count: The number of SIGINTs since `pop` was last called.
         fd: The eventfd that becomes readable at a SIGINT; see `drain`.
     """
 
@@ -74,10 +74,10 @@ class Interrupts:
         self._until = None
         if self._before is not None:
             set_handler(_SIGINT, self._before)
-        if kind is None and self.take():  # after the handler is restored, so that a later SIGINT raises by itself
+        if kind is None and self.pop():  # after the handler is restored, so that a later SIGINT raises by itself
             raise KeyboardInterrupt
 
-    def take(self) -> bool:
+    def pop(self) -> bool:
         """Return whether SIGINT has arrived since the last call. The caller must handle it."""
         self._asking = 0  # it is still set if a SIGINT interrupted the end of `raised_in`
         count, self.count = self.count, 0

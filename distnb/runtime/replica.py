@@ -167,11 +167,11 @@ class Spmd:
                 self._in_scope = True
                 self._unbind_names = this_process.note_names()
                 self._resynchronise("strategy.scope")
-                self.take_made()
+                self.register_made()
                 self._sync.listen()
                 with self.registration.noting():
                     yield self._strategy
-                self.take_made()
+                self.register_made()
                 if self._shared is not None:
                     self._shared.synchronise()
             except BaseException as error:
@@ -184,18 +184,18 @@ class Spmd:
                 self._in_scope = False
                 calls.leave()
 
-    def take_made(self) -> None:
+    def register_made(self) -> None:
         """Register the objects that scopes have made so far, on all replicas, before a call that may use them."""
         if not self.registration.pending:
             return
-        if self.registration.take_made() and self._shared is not None:
+        if self.registration.register_made() and self._shared is not None:
             self._shared.synchronise()
         if self._in_scope:
             self._unbind_names = this_process.note_names()
 
     def settle(self) -> None:
         """Prepare for other replicas. All current replicas call this."""
-        self.take_made()
+        self.register_made()
 
     def before_optimizer(self) -> None:
         """Prepare for an optimizer of modules that the current scope may have made, on all replicas."""
@@ -207,7 +207,7 @@ class Spmd:
     def _before_common_pass(self) -> None:
         innermost = contexts.innermost()
         if innermost is None or innermost[0] is self._strategy:
-            self.take_made()
+            self.register_made()
 
     def _resynchronise(self, within: str) -> None:
         # A program that ended in the middle of a step may have left different values on the replicas.
@@ -240,14 +240,14 @@ class Spmd:
         __tracebackhide__ = True  # see Strategy.run
         process = self._process
         if process.team.size == 1:
-            self.take_made()
+            self.register_made()
             return self._run(fn, args, kwargs)
         foreign_libraries.prepare()
         calls = process.group.begin_call()
         try:
             if self._generation != process.group.generation:
                 self._resynchronise("strategy.run")
-            self.take_made()
+            self.register_made()
             if process.is_script:
                 if drift.is_due(self._runs):
                     drift.compare(process.group, self.changed_by_hand())
@@ -312,7 +312,7 @@ class Spmd:
 
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         process = self._process
-        self.take_made()
+        self.register_made()
         if process.size == 1:
             return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
         leaves, shape = flatten(value)
@@ -346,7 +346,7 @@ class Spmd:
 
     def gather(self, value: Any, axis: int) -> Any:
         process = self._process
-        self.take_made()
+        self.register_made()
 
         def one(leaf: Any) -> torch.Tensor:
             if process.size > 1 and not self._has_components(leaf):
@@ -366,7 +366,7 @@ class Spmd:
 
     def broadcast(self, value: Any, source: int) -> Any:
         process = self._process
-        self.take_made()
+        self.register_made()
         if not 0 <= source < process.size:
             raise OptionError(f"broadcast from replica {source}: the replicas are 0 to {process.size - 1}.")
         own = map_structure(self._own, select(value, process.rank, process.size))
@@ -379,7 +379,7 @@ class Spmd:
         return local_components(value)
 
     def assert_in_sync(self, value: Any) -> None:
-        self.take_made()
+        self.register_made()
         if self._process.size > 1:
             assert_in_sync(self._process.group, select(value, self._process.rank, self._process.size))
 

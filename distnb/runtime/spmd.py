@@ -154,7 +154,7 @@ def enter(team: Team, rank: int, device: Device, group: Group, *, nothing_new: b
         randomness.restore(_random.pop())
     while _restored:
         strategy, values = _restored.popitem()
-        process.runtime_of(strategy).registration.take_restored(values)
+        process.runtime_of(strategy).registration.register_copies(values)
     return process
 
 
@@ -164,7 +164,7 @@ def register_restored(strategy: Owner, value: Any, places: Sequence[ParameterKey
     Args:
         strategy: The strategy.
         value: The copy.
-        places: See `Registration.take_restored`.
+        places: See `Registration.register_copies`.
     """
     _restored.setdefault(strategy, []).append((value, places))
 

@@ -128,7 +128,7 @@ class ReplicaHome(Home):
         return [map_structure(lambda one: one.to(self.device), one) for one in every]
 
     def register(self, variable: Variable) -> None:
-        self._registration.take_variable(variable)
+        self._registration.register_variable(variable)
 
 
 def home_on_replicas(strategy: Owner) -> Home:

@@ -290,7 +290,7 @@ class ShardedModules:
             else:
                 fill_part(parts[name], whole)
             self._replaced[parameter] = parts[name]
-            torch_internals.take_gradient_hooks(parts[name], parameter)
+            torch_internals.move_gradient_hooks(parts[name], parameter)
             setattr(parts[name], _OWNER, self._number)
         receivers = {id(empty[name]): functools.partial(fill_part, parts[name]) for name in unmade}
         receivers |= {id(each): functools.partial(fill_part, each) for each in self._provide_scalars(root)}

@@ -173,7 +173,7 @@ class ShardedSpmd(Spmd):
     def before_optimizer(self) -> None:
         """Shard the modules that the current scope has made: an optimizer keeps shards, and makes slots for them."""
         if contexts.innermost() == (self._strategy, None):
-            self.take_made()
+            self.register_made()
 
     def _before_call(self) -> None:
         """Shard the modules that the current scope has made, before one of them computes."""

@@ -81,7 +81,7 @@ class Worker:
         roles._runtimes.clear()
         try:
             self.runner.receive(message)
-            result = self.runner.run(message, self.access.optimizers.take_fresh())
+            result = self.runner.run(message, self.access.optimizers.pop_fresh())
         finally:
             servers_here.access = before[0]
             roles._runtimes.clear()

@@ -164,7 +164,7 @@ class SimulatedWorker:
     def _run(self, message: RunClosure) -> None:
         self.program = message.program
         self._runner.receive(message)
-        fresh = self._access.optimizers.take_fresh()
+        fresh = self._access.optimizers.pop_fresh()
         try:
             if message.program in self.to_end | self.withdrawn:
                 raise _Aborted

@@ -265,7 +265,7 @@ class Groups:
             self._cause = left[0], caught(left[1])
         active.group.calls.error = None  # its traceback keeps the program's objects alive
 
-    def take_cause(self) -> tuple[BaseException | None, str]:
+    def pop_cause(self) -> tuple[BaseException | None, str]:
         """Return the error that ended the program on all replicas if it arose here, once.
 
         The text explains why the error ends the program even if the program caught it.

@@ -347,7 +347,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             The work, or None (on all replicas) if such a tensor or this group needs a backend.
         """
         shared = self.ready()[0].shared
-        if shared is None or not self._in_memory or self._carried_as(key[3]) != "cpu" or not shared.takes(tensor, op):
+        if shared is None or not self._in_memory or self._carried_as(key[3]) != "cpu" or not shared.accepts(tensor, op):
             return None
 
         def begin(current: Communicator, backends: Backends, arrival: Arrival) -> SharedWork:

@@ -113,7 +113,7 @@ class SharedSum:
         """Return the areas behind a log, or None if the replicas do not share memory."""
         return cls(log) if _POSSIBLE and log.shared and log.size > 1 else None
 
-    def takes(self, tensor: torch.Tensor, op: str) -> bool:
+    def accepts(self, tensor: torch.Tensor, op: str) -> bool:
         """Return whether a tensor can be reduced or gathered here. The result is the same on all replicas."""
         size = tensor.numel() * tensor.dtype.itemsize
         if not 0 < size <= _MOST_NBYTES or size * self.size > 4 * _MOST_NBYTES:
@@ -145,14 +145,14 @@ class SharedSum:
             # The least number over all replicas, including this one, which reads its own part, too, and may be the
             # last.
             read = min([words[_DONE] for words in self._words])
-            self._under_way = taken = [entry for entry in self._under_way if entry[0] > read]
+            self._under_way = occupied = [entry for entry in self._under_way if entry[0] > read]
             begin = 0
-            for _, other, end in sorted(taken, key=lambda entry: entry[1]):
+            for _, other, end in sorted(occupied, key=lambda entry: entry[1]):
                 if begin + size <= other:
                     break
                 begin = max(begin, end)
-            if begin + size <= _AREA_NBYTES and len(taken) < _SLOTS:
-                taken.append((own, begin, begin + size))
+            if begin + size <= _AREA_NBYTES and len(occupied) < _SLOTS:
+                occupied.append((own, begin, begin + size))
                 return begin
             if self._words[self._me][_DONE] == read:
                 raise CollectiveError(

@@ -142,7 +142,7 @@ class EngineObjects:
         tracker: The notebook's objects.
         owned: Objects behind handles, by id.
         gathered: The content of divided objects that this replica has gathered, until they are divided again.
-        take_over: Adds the parts of replicas that leave to this replica's, when the team is renamed.
+        inherit: Adds the parts of replicas that leave to this replica's, when the team is renamed.
         plain: Immutable values and engine objects, by the names that the notebook binds to them.
     """
 
@@ -153,7 +153,7 @@ class EngineObjects:
         self.tracker = Tracker(Side(user_ns=user_ns, references=self.references, classes=classes), place)
         self.owned: dict[ObjectId, Any] = {}
         self.plain: dict[str, Any] = {}
-        self.take_over: Callable[[], None] | None = None
+        self.inherit: Callable[[], None] | None = None
         self.gathered: list[Any] = []
         self._ids: dict[int, list[ObjectId]] = {}  # each object's ids in the order in which it got them, by `id()`
         self._containers: set[int] = set()  # the plain containers among them, by `id()`
@@ -264,17 +264,17 @@ class ObjectsOfTeams:
 
         self._classes.new_id = new_id
 
-    def rename(self, old: TeamKey, new: TeamKey | None, takes_over: bool = False) -> None:
+    def rename(self, old: TeamKey, new: TeamKey | None, inherits: bool = False) -> None:
         """Change the key of a team that continues with fewer or more engines, or drop the team (None).
 
-        With `takes_over`, the parts of replicas that leave are added to those that stay, as prepared before.
+        With `inherits`, the parts of replicas that leave are added to those that stay, as prepared before.
         """
         objects = self._teams.pop(old, None)
         if objects is None or new is None:
             return
-        take_over, objects.take_over = objects.take_over, None
-        if takes_over and take_over is not None:
-            take_over()
+        inherit, objects.inherit = objects.inherit, None
+        if inherits and inherit is not None:
+            inherit()
         engine = old.engines[objects.replica]
         if engine in new.engines:
             objects.replica = new.engines.index(engine)

@@ -251,7 +251,7 @@ def _settle(namespace: EngineNamespace, settlement: Settlement) -> tuple[tuple[O
             if is_part(part) and id(part) not in known:
                 known.add(id(part))
                 parts[f"{identity}{path}"] = part
-    objects.take_over = hand_over(process.group, parts, settlement.leaving)
+    objects.inherit = hand_over(process.group, parts, settlement.leaving)
     divided = _divided_in(objects)
     has_shards = any(process.group.all_gather_object(bool(divided)))
     if has_shards:

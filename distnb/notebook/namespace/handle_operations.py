@@ -127,16 +127,16 @@ class HandleOperations:
         answers = self._perform(tracked.key.engines, operation, target, request, give_up)
         return {tracked.key.engines.index(engine): answer for engine, answer in answers.items() if answer is not None}
 
-    def rename(self, engines: Iterable[int], old: TeamKey, new: TeamKey | None, *, takes_over: bool = False) -> None:
+    def rename(self, engines: Iterable[int], old: TeamKey, new: TeamKey | None, *, inherits: bool = False) -> None:
         """Notify engines that a team has another key, since it has become smaller or larger; None: it is dropped.
 
         Each engine is notified by a program of its own, so that the end of one engine does not keep it from the others.
-        With `takes_over`, they add the parts of replicas that leave to their own (see `settle`).
+        With `inherits`, they add the parts of replicas that leave to their own (see `settle`).
         """
         interrupted = None
         for engine in engines:
             try:
-                self._perform((engine,), "rename", (0, ""), (old, new, takes_over))
+                self._perform((engine,), "rename", (0, ""), (old, new, inherits))
             except EngineDied:
                 continue
             except (
@@ -153,7 +153,7 @@ class HandleOperations:
                 self._perform((engine,), "threads", (0, ""), sharing)
 
     def settle(self, tracked: TrackedObjects, leaving: Sequence[int], strategies: Sequence[StrategySpec]) -> None:
-        """Prepare a team for replicas that leave it, or for new ones. A `rename` with `takes_over` follows.
+        """Prepare a team for replicas that leave it, or for new ones. A `rename` with `inherits` follows.
 
         Note the objects that the replicas have in common, and whether there are shards.
         """

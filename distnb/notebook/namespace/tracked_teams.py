@@ -84,13 +84,13 @@ class TrackedTeams:
         return True
 
     def _change(
-        self, tracked: TrackedObjects, engines: tuple[int, ...], whole: tuple[int, ...], *, takes_over: bool = False
+        self, tracked: TrackedObjects, engines: tuple[int, ...], whole: tuple[int, ...], *, inherits: bool = False
     ) -> None:
         """Continue a team with other engines. Those that stay keep its objects."""
         old, new = tracked.key, TeamKey(engines, next(self._formed), whole)
         try:
             staying = [engine for engine in old.engines if engine in engines and engine not in self._dead]
-            self._operations.rename(staying, old, new, takes_over=takes_over)
+            self._operations.rename(staying, old, new, inherits=inherits)
         finally:
             self._teams = {key: each for key, each in self._teams.items() if each is not tracked} | {whole: tracked}
             tracked.move(new)
@@ -116,7 +116,7 @@ class TrackedTeams:
             whole = grown.get(tracked.key.whole, tracked.key.whole)
             now = tuple(engine for engine in whole if engine in alive | replaced)
             if now != tracked.key.engines and not alive.isdisjoint(tracked.key.engines):
-                self._change(tracked, now, whole, takes_over=bool(grown))
+                self._change(tracked, now, whole, inherits=bool(grown))
         unlike: list[DistributedValues] = []
         for tracked in self:
             if not replaced.isdisjoint(tracked.key.engines):
@@ -257,7 +257,7 @@ class TrackedTeams:
                 tracked.end()
                 del self._teams[before.whole]
             elif (now, whole) != (before.engines, before.whole):
-                self._change(tracked, now, whole, takes_over=settled)
+                self._change(tracked, now, whole, inherits=settled)
             for handle in tracked.handles():
                 state_of_handle(handle).forget(leaving)
         self._dead -= leaving

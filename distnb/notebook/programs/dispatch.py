@@ -102,7 +102,7 @@ class Dispatch:
         that.
         """
         while True:
-            if not outcome.unstoppable and self.interrupts.take():
+            if not outcome.unstoppable and self.interrupts.pop():
                 self.interrupt()
             if outcome.complete:
                 break
@@ -165,7 +165,7 @@ class Dispatch:
         missing = set(engines)
         with self.interrupts:
             while missing := missing.difference(ended(), self._supervisor.stuck):
-                if self.interrupts.take():
+                if self.interrupts.pop():
                     for program in reversed(programs):
                         self._supervisor.interrupt(program)
                 asks = self.prompts.next()

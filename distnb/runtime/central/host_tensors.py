@@ -43,7 +43,7 @@ class HostTensors:
                 del self._hosts[parameter]
                 yield parameter
 
-    def take_over(self) -> None:
+    def update(self) -> None:
         """Copy the changes that programs have made on the device since the last update to the host tensors."""
         # Compare the values, because no counter covers every write: `p.data.mul_(2)` leaves the version of p unchanged.
         for parameter, host in list(self._hosts.items()):

@@ -155,7 +155,7 @@ class SharedVariables:
         if group.generation != self._generation:
             self._restart(group)
         self._release_replaced()
-        self.hosts.take_over()
+        self.hosts.update()
         changed = {memory: pages for memory in self._memories if (pages := memory.changed())}
         waits = any((one := awaited()) is not None and not is_lazy(one) for _, awaited in self._awaited.values())
         gathered = torch.stack(group.all_gather(torch.tensor([waits, bool(changed)], device="cpu")))

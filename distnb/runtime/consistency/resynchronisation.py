@@ -87,7 +87,9 @@ def resynchronise(
         parameters = own[identity]
         if ("gradients", identity) not in unlike:
             _complete_gradients(group, parameters, [each["gradients", identity] for each in gathered])
-        if what := _take_over(group, parameters, ("values", identity) in unlike, ("gradients", identity) in unlike):
+        if what := _make_group_equal(
+            group, parameters, ("values", identity) in unlike, ("gradients", identity) in unlike
+        ):
             changed.append(f"{parameters.description}'s {' and '.join(what)}")
     for key in [key for key in gathered[0] if isinstance(key, _Optimizer) and key in unlike]:
         optimizer = optimizers.get(key)
@@ -135,7 +137,7 @@ def _complete_gradients(group: Group, parameters: ParameterGroup, digests: Seque
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
-def _take_over(group: Group, parameters: ParameterGroup, values: bool, gradients: bool) -> list[str]:
+def _make_group_equal(group: Group, parameters: ParameterGroup, values: bool, gradients: bool) -> list[str]:
     """Make a parameter group's values, gradients or both equal on all replicas, and return a description of these.
 
     Args:

@@ -1,11 +1,11 @@
-"""The record of modules and parameters made in scopes, in the order of creation, until a registration takes them.
+"""The record of modules and parameters made in scopes, in the order of creation, until they are registered.
 
     with strategy.scope():
         model = Net()                 # noted: Net, its layers, their parameters
-        strategy.run(step)            # taken before `step` is called: registered, and made equal on all replicas
-        head = torch.nn.Linear(8, 1)  # noted, and taken when the scope ends
+        strategy.run(step)            # before `step` is called: registered, and made equal on all replicas
+        head = torch.nn.Linear(8, 1)  # noted, and registered when the scope ends
 
-A module that was taken may get parameters later: its first call may build a layer, or a program may attach a head to
+A registered module may get parameters later: its first call may build a layer, or a program may attach a head to
 it. The registration is notified of these parameters as well, inside or outside a scope.
 """
 
@@ -45,16 +45,16 @@ _open: dict[Any, MadeObjects] = {}
 """The `MadeObjects` of each strategy whose scope is open."""
 
 _owners = WeakIdKeyDictionary()
-"""The `MadeObjects` of each module that was taken."""
+"""The `MadeObjects` of each registered module."""
 
 
 class MadeObjects:
-    """Objects that the scopes of one strategy have made and that its registration has not taken yet.
+    """Objects that the scopes of one strategy have made and that its registration has not registered yet.
 
     Args:
         strategy: The strategy in whose cross-replica context objects are noted.
         begin: Called with each module at the start of its construction, when it has no parameters yet.
-        grow: Called when a module that was taken before gets a parameter or a submodule outside a scope. (In a scope
+        grow: Called when a registered module gets a parameter or a submodule outside a scope. (In a scope
             the module is noted instead.) The arguments are the module, the new member's name, the member, and whether
             the calling thread is in a replica context of the strategy.
         place: Called with the data of each new parameter. Returns data for the parameter, the same or other.
@@ -118,7 +118,7 @@ class MadeObjects:
             noted.pop(identity, None)
             noted[identity] = weakref.ref(made)
 
-    def take(self, is_new: Callable[[torch.Tensor], bool]) -> list[Any]:
+    def pop(self, is_new: Callable[[torch.Tensor], bool]) -> list[Any]:
         """Return the noted objects that still exist, and clear the record.
 
         Args:

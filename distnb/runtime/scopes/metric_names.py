@@ -48,13 +48,13 @@ def _update_state(self: Any, *args: Any, **kwargs: Any) -> None:
         values, weight, more = _gathered(*args, **kwargs)
     process = this_process.replica
     if process is None or not has_distributed((values, weight)):
-        positional, named = _as_taken(self, values, weight)
+        positional, named = _own_arguments(self, values, weight)
     else:
         rank, size = process.rank, process.size
-        taken = _as_taken(self, *select((values, weight), rank, size))
+        own = _own_arguments(self, *select((values, weight), rank, size))
         # Outside replica contexts `update` requires distributed values, of which it takes this replica's component.
-        positional = tuple(PerReplica.own(rank, one, size) for one in taken[0])
-        named = {name: PerReplica.own(rank, one, size) for name, one in taken[1].items()}
+        positional = tuple(PerReplica.own(rank, one, size) for one in own[0])
+        named = {name: PerReplica.own(rank, one, size) for name, one in own[1].items()}
     self.update(*positional, **named, **more)
 
 
@@ -84,7 +84,7 @@ def _gathered(*values: Any, sample_weight: Any = None, **more: Any) -> tuple[Any
     return (values[:1], values[1], more) if len(values) == 2 and weight is None else (values, weight, more)
 
 
-def _as_taken(metric: Any, values: tuple[Any, ...], weight: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _own_arguments(metric: Any, values: tuple[Any, ...], weight: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and named arguments for the metric's own `update`.
 
     Raises:

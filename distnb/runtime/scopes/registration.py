@@ -173,7 +173,7 @@ class Registration:
             for root, key in list(self._keys.items())
         }
 
-    def take_variable(self, variable: Variable) -> None:
+    def register_variable(self, variable: Variable) -> None:
         """Register a new variable, made in a scope or in a replica context. All replicas get replica 0's value."""
         # Replica 0's number is used: a replica that was replaced has counted fewer variables.
         number = torch.tensor(self._made_variables + 1)
@@ -187,7 +187,7 @@ class Registration:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Return a context that notes the objects this thread makes, for `take_made`."""
+        """Return a context that notes the objects this thread makes, for `register_made`."""
         if "torchmetrics" in sys.modules:
             metric_binding.install()
         first_call.install()
@@ -197,10 +197,10 @@ class Registration:
 
     @property
     def pending(self) -> bool:
-        """True if there are objects for `take_made` to register."""
+        """True if there are objects for `register_made` to register."""
         return self._made.pending
 
-    def take_made(self) -> bool:
+    def register_made(self) -> bool:
         """Register the objects made in scopes, and added to models that were made in one, since the last call.
 
         All replicas must call this at the same point of their programs. Return whether any variable was new, which is
@@ -211,19 +211,19 @@ class Registration:
         if "torchmetrics" in sys.modules and not metric_binding.is_installed():
             metric_binding.bind_all()
         self._unfinished = True
-        alive = self._made.take(self._is_new)
+        alive = self._made.pop(self._is_new)
         roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
         # A Keras model holds the parameters of layers that torch does not see as its modules. Larger models go first,
         # so that a parameter is registered with the model, not with one of its layers.
         roots.sort(key=lambda root: -sum(1 for _ in own_parameters(root)) if hasattr(root, _OF_KERAS) else 0)
         within = {id(parameter) for root in roots for _, parameter in own_parameters(root)}
         loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in within]
-        is_any_new = self._take(roots, loose)
+        is_any_new = self._register_all(roots, loose)
         self._unfinished = False
         return is_any_new
 
     def discard_made(self) -> bool:
-        """Discard the objects that `take_made` has not registered. Return whether there were any."""
+        """Discard the objects that `register_made` has not registered. Return whether there were any."""
         unfinished = self._unfinished or self._made.pending
         self._made.forget()
         self._unfinished = False
@@ -238,7 +238,7 @@ class Registration:
         """Register a parameter or module that is added to a registered model.
 
         In `run` it is registered at once, because the current forward pass uses it. Otherwise the model is noted for
-        `take_made`.
+        `register_made`.
         """
         if isinstance(value, torch.nn.Module):
             self._made.own(value.modules())
@@ -263,15 +263,15 @@ class Registration:
             adopter.adopt(self.strategy, module)
             self._adopted.add(module)
 
-    def take(self, model: torch.nn.Module, unowned: Iterable[torch.nn.Parameter]) -> None:
+    def register_model(self, model: torch.nn.Module, unowned: Iterable[torch.nn.Parameter]) -> None:
         """Register the parameters that a model of a scope has gained since it was made. All replicas must call this.
 
         The second argument has further parameters to register, which belong to no module.
         """
-        self.take_made()
-        self._take([model], unowned)
+        self.register_made()
+        self._register_all([model], unowned)
 
-    def take_equal(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> None:
+    def register_equal(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> None:
         """Register modules and parameters whose values are already equal. All replicas must call this.
 
         Args:
@@ -296,7 +296,7 @@ class Registration:
         groups = self._sync.groups
         return {(group.identity, place): parameter for group in groups for place, parameter in group.living()}
 
-    def take_restored(self, values: Sequence[tuple[Any, Sequence[ParameterKey | None]]]) -> None:
+    def register_copies(self, values: Sequence[tuple[Any, Sequence[ParameterKey | None]]]) -> None:
         """Register modules, optimizers and parameters copied from another replica as they are registered there.
 
         Args:
@@ -335,7 +335,7 @@ class Registration:
                 self._average_statistics(root, self._keys[root])
             _buffers.update((each, True) for each in root.buffers())
 
-    def _take(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> bool:
+    def _register_all(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> bool:
         """Register modules and loose parameters, and make them equal to replica 0's. Return whether anything was new.
 
         The gradients of a module's parameters are reduced together. All replicas must register in the same order.

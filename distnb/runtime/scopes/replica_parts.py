@@ -59,11 +59,11 @@ def hand_over(group: Group, parts: Mapping[str, Any], leaving: Collection[int]) 
         elif part.aggregation is VariableAggregation.SUM and left and group.rank == heir:
             steps.append(partial(_set, part, component_of(part).detach().cpu() + sum(left)))
 
-    def take() -> None:
+    def inherit() -> None:
         for step in steps:
             step()
 
-    return take
+    return inherit
 
 
 def _content(part: Any, leaves: bool) -> Any:

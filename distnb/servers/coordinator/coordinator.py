@@ -39,7 +39,7 @@ from distnb.servers.coordinator.per_worker import (
     PerWorkerValues,
     ValueMaker,
     is_function,
-    takes_context,
+    accepts_context,
 )
 from distnb.servers.coordinator.pickling import open_value
 from distnb.servers.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Reclaim, ReportNoWorker, Send
@@ -137,7 +137,7 @@ class ClusterCoordinator:
         self._queue = ClosureQueue(_DEPTH if self._link.replicas_per_worker == 1 else 1)
         runtime = roles.coordinating(strategy)
         runtime.access.requests.fence = _fence
-        self._packer = ClosurePacker(roles.models, runtime.access, roles.take)
+        self._packer = ClosurePacker(roles.models, runtime.access, roles.register)
         self._closures: dict[int, _Closure] = {}
         self._programs: dict[int, tuple[int, int]] = {}  # by program number: the closure, and the worker
         self._sent: dict[int, Sent] = {}  # by worker
@@ -191,7 +191,7 @@ class ClusterCoordinator:
             raise OptionError(f"kwargs must be a dict of keyword arguments; got {kwargs!r}.")
         with self._held():
             self._raise_error()
-        roles.coordinating(self.strategy).registration.take_made()
+        roles.coordinating(self.strategy).registration.register_made()
         packed = self._packer.pack(fn, tuple(args or ()), dict(kwargs or {}), at_rest=self._queue.idle)
         with self._held():
             while True:
@@ -334,7 +334,7 @@ class ClusterCoordinator:
                 `InputContext` with one pipeline for each worker. A dataset itself is sent to the workers.
         """
         if is_function(dataset_fn):
-            takes_context(dataset_fn)
+            accepts_context(dataset_fn)
         elif not hasattr(dataset_fn, "__iter__") and not hasattr(dataset_fn, "__getitem__"):
             raise OptionError(f"A per-worker dataset needs a function or a dataset; got {dataset_fn!r}.")
         replicas = self.strategy.num_replicas_in_sync
@@ -401,7 +401,7 @@ class ClusterCoordinator:
             return
         with self._interrupts:
             yield
-            if self._interrupts.take():
+            if self._interrupts.pop():
                 self._end_all()
                 raise KeyboardInterrupt
 
@@ -448,7 +448,7 @@ class ClusterCoordinator:
         on_main = threading.current_thread() is threading.main_thread()
         try:
             while not waiter.wait(self._interrupts.fd if on_main else None):
-                if self._interrupts.take():
+                if self._interrupts.pop():
                     self._end_all()
                     raise KeyboardInterrupt
         finally:

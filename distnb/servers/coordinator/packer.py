@@ -90,7 +90,7 @@ class ClosurePacker:
     Args:
         roots: A function that returns the models that scopes of strategies with parameter servers made.
         access: The variables on the servers.
-        take: A function that puts the tensors of a model on the servers which it got since its scope.
+        register: A function that puts the tensors of a model on the servers which it got since its scope.
 
     Attributes:
         access: The variables on the servers.
@@ -103,14 +103,14 @@ class ClosurePacker:
         self,
         roots: Callable[[], Sequence[torch.nn.Module]],
         access: ServerAccess,
-        take: Callable[[torch.nn.Module], None],
+        register: Callable[[torch.nn.Module], None],
     ) -> None:
         self.forgotten = 0
         self.sources: dict[str, str] = {}
         self.imports: set[str] = set()
         self._roots = roots
         self.access = access
-        self._take = take
+        self._register = register
         self._known: dict[int, _Known] = {}
         self._functions: dict[bytes, int] = {}  # by digest; 0: seen once
         self._objects: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity: the object, and its number
@@ -297,7 +297,7 @@ class ClosurePacker:
 
     def _complete(self, root: torch.nn.Module) -> torch.nn.Module:
         """Return a model that is to be described, with all of its tensors on the servers."""
-        self._take(root)
+        self._register(root)
         return root
 
     def _resource(

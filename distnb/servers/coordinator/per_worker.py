@@ -101,7 +101,7 @@ class DatasetMaker:
         """Return the dataset."""
         if not is_function(self._dataset):
             return self._dataset
-        if not takes_context(self._dataset):
+        if not accepts_context(self._dataset):
             return self._dataset()
         # A worker that the cluster gained later is one more pipeline.
         return self._dataset(InputContext(max(self._workers, worker + 1), worker, self._replicas))
@@ -125,7 +125,7 @@ def is_function(dataset: Any) -> bool:
     return callable(dataset) and not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 
-def takes_context(function: Callable[..., Any]) -> bool:
+def accepts_context(function: Callable[..., Any]) -> bool:
     """Return whether a dataset function takes an InputContext. Raise OptionError if it takes more."""
     try:
         parameters = inspect.signature(function).parameters.values()

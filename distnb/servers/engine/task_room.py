@@ -192,7 +192,7 @@ class WorkerTask:
             remember_source(*source)
         self._runner.receive(message)
         self._seed = message.seed if message.seed is not None else self._seed
-        self._fresh = self.access.optimizers.take_fresh()
+        self._fresh = self.access.optimizers.pop_fresh()
         if message.modes is not None:
             self._modes = message.modes.on(self._device)
 

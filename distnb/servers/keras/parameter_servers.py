@@ -146,7 +146,7 @@ class ModelOnServers:
     def _build(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Let Keras create the variables that are missing, then move them to the servers."""
         plain(*args, **kwargs)
-        self._registration.take(self._model)
+        self._registration.register_model(self._model)
         for layer in keras_internals.plain_embeddings(self._model):
             variable = keras_internals.table_of(layer)
             if not isinstance(keras_internals.tensor_of(variable), ServerVariable):

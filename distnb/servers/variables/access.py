@@ -131,7 +131,7 @@ class ServerAccess:
         Args:
             closure: The closure.
             variables: The variables that it reads. Their copies are updated first.
-            fresh: The variables whose copies need no update (see `OptimizerRequests.take_fresh`).
+            fresh: The variables whose copies need no update (see `OptimizerRequests.pop_fresh`).
         """
         copies, variables = self.copies, frozenset(variables)
         if not self._ended_well:

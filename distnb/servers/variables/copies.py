@@ -94,7 +94,7 @@ class Copy:
                 found.append((shard, place, part, own, before))
         return found
 
-    def take(self, news: Mapping[int, tuple[int, torch.Tensor]]) -> None:
+    def merge(self, news: Mapping[int, tuple[int, torch.Tensor]]) -> None:
         """Merge the servers' news into the copy and keep the changes made here. The module's docstring has an example.
 
         Args:

@@ -145,7 +145,7 @@ class KeptCopies:
                 place = number - self._copies[variable].stored.first_part
                 changed.setdefault(variable, {})[place] = found
         for variable, parts in changed.items():
-            self._copies[variable].take(parts)
+            self._copies[variable].merge(parts)
         self._requests.written.difference_update(copy.stored.number for copy in copies)
 
     def mark_doubtful(self) -> None:

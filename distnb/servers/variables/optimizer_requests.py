@@ -92,7 +92,7 @@ class OptimizerRequests:
         """Have the servers update variables with gradients, and update a worker's copies to the new values.
 
         The new values arrive with the answers. If the next closure is already here, it was scheduled before this step,
-        so these values are recent enough for it and it need not read them again (see `take_fresh`).
+        so these values are recent enough for it and it need not read them again (see `pop_fresh`).
         """
         if not self._is_worker:
             self._copies.send_changes(thorough=False)
@@ -113,7 +113,7 @@ class OptimizerRequests:
             steps = (each for server in requests for each in answers[server] if isinstance(each, StepDone))
             closure.staleness.append(max(each.staleness for each in steps))
 
-    def take_fresh(self) -> frozenset[int]:
+    def pop_fresh(self) -> frozenset[int]:
         """Return the variables whose copies the latest step has just read, and reset the record.
 
         The closure that starts next need not read them again. After `_MOMENT_S` seconds the set is empty.

@@ -78,7 +78,7 @@ class RemoteSteps:
         """Send the gradients to the servers, which update the variables, atomically on each server."""
         innermost = contexts.innermost()
         if not is_remote(self) and innermost is not None:  # the scope that makes this optimizer is still open
-            innermost[0].runtime.registration.take_made()
+            innermost[0].runtime.registration.register_made()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -96,7 +96,7 @@ class Coordinating(InProcess):
         with contexts.enter_cross_replica(self._strategy):
             with self.registration.noting():
                 yield self._strategy
-            self.registration.take_made()
+            self.registration.register_made()
 
     def run(
         self,
@@ -106,7 +106,7 @@ class Coordinating(InProcess):
         options: RunOptions | None,
     ) -> Any:
         """Put all objects that a scope has made on the servers, then call the function in this process."""
-        self.registration.take_made()
+        self.registration.register_made()
         return super().run(fn, args, kwargs, options)
 
 
@@ -131,11 +131,11 @@ def models() -> list[Any]:
     return [root for each in _runtimes.values() if isinstance(each, Coordinating) for root in each.registration.roots]
 
 
-def take(root: Any) -> None:
+def register(root: Any) -> None:
     """Put the tensors of a model on the servers which it got since its scope, such as buffers that were assigned."""
     for each in _runtimes.values():
         if isinstance(each, Coordinating) and any(root is model for model in each.registration.roots):
-            each.registration.take(root)
+            each.registration.register_model(root)
 
 
 def require_cluster(resolver: ClusterResolver | None) -> None:

@@ -102,7 +102,7 @@ class ServerRegistration:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Return a context that records objects made by this thread, for `take_made`. An error discards the record."""
+        """Return a context that records objects made by this thread, for `register_made`. An error discards the record."""
         try:
             with _tables_made_by(self), _noting_optimizers(self._made_optimizers), self._made.noting():
                 yield
@@ -111,21 +111,21 @@ class ServerRegistration:
             self._made_optimizers.clear()
             raise
 
-    def take_made(self) -> None:
+    def register_made(self) -> None:
         """Put the objects that scopes have made since the last call on the servers."""
-        alive = self._made.take(self._is_new)
+        alive = self._made.pop(self._is_new)
         roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
         within: set[torch.nn.Module] = set()  # the layers of Keras models, which torch may not see as their modules
         for root in sorted(roots, key=lambda root: not adopters_of(root)):
             self._made.own(root.modules())
             if root not in within:
-                self.take(root)
+                self.register_model(root)
                 within.update(part for adopter in adopters_of(root) for part in adopter.parts(root))
         for each in alive:
             # A parameter without gradients outside a model is never trained, such as the counters of Keras's metrics
             # and optimizers. It stays in this process.
             if isinstance(each, torch.nn.Parameter) and each.requires_grad:
-                self._take_tensor(each, "", trainable=True)
+                self._register_tensor(each, "", trainable=True)
         while self._made_optimizers:
             make_remote(self._made_optimizers.pop(0))
         if "torchmetrics" in sys.modules:
@@ -138,7 +138,7 @@ class ServerRegistration:
         """Register a parameter or module that is added to a registered model.
 
         In a function that `run` calls here it is registered at once, because the function uses it. Otherwise
-        `take_made` registers it.
+        `register_made` registers it.
         """
         if isinstance(value, torch.nn.Module):
             self._made.own(value.modules())
@@ -151,13 +151,13 @@ class ServerRegistration:
             self._made.note(module)
             return
         for parameter in found:
-            self._take_tensor(parameter, "", trainable=parameter.requires_grad)
+            self._register_tensor(parameter, "", trainable=parameter.requires_grad)
 
     def _adopt(self, module: torch.nn.Module) -> None:
         for adopter in adopters_of(module):
             adopter.adopt(self.strategy, module)
 
-    def take(self, root: torch.nn.Module) -> None:
+    def register_model(self, root: torch.nn.Module) -> None:
         """Put a model's parameters and buffers on the servers, except those that are already there.
 
         Raises:
@@ -169,9 +169,9 @@ class ServerRegistration:
                     f"{type(root).__name__}.{name} has no shape before the first batch, but the servers need it when "
                     "the scope ends or trains. Give the layer its sizes, or call the model once within the scope."
                 )
-            self._take_tensor(parameter, name, trainable=parameter.requires_grad)
+            self._register_tensor(parameter, name, trainable=parameter.requires_grad)
         for name, buffer in root.named_buffers():
-            self._take_tensor(buffer, name, trainable=False)
+            self._register_tensor(buffer, name, trainable=False)
         if not any(isinstance(hook, RefreshHook) for hook in torch_internals.pre_hooks(root)):
             hook = RefreshHook()
             root.register_forward_pre_hook(hook)
@@ -179,7 +179,7 @@ class ServerRegistration:
         within = set(root.modules())
         self._roots = [*(weakref.ref(each) for each in self.roots if each not in within), weakref.ref(root)]
 
-    def _take_tensor(self, tensor: torch.Tensor, name: str, *, trainable: bool) -> None:
+    def _register_tensor(self, tensor: torch.Tensor, name: str, *, trainable: bool) -> None:
         if self.access.represented.stored_of(tensor) is not None or tensor.is_meta:
             return
         stored = self.placement.place(name, tensor.shape, tensor.dtype, trainable=trainable, whole=not trainable)

@@ -133,13 +133,13 @@ class ServerVariable(Variable):
         tensor: torch.Tensor = servers_here.access.copies.cached(self.stored)
         tensor.requires_grad_(self.requires_grad)
         if tensor.requires_grad and not torch_internals.has_gradient_hook(tensor):
-            tensor.register_post_accumulate_grad_hook(self._take_from)
+            tensor.register_post_accumulate_grad_hook(self._add_gradient_of)
         return tensor
 
     def _result_of(self, operand: torch.Tensor, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
         return parts_read(self, operand, result)
 
-    def _take_from(self, leaf: torch.Tensor) -> None:
+    def _add_gradient_of(self, leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
         self._add_gradient(leaf.grad)
         leaf.grad = None
@@ -179,7 +179,7 @@ class ServerVariable(Variable):
         if self.requires_grad and torch.is_grad_enabled():
             values.requires_grad_()
 
-            def take(leaf: torch.Tensor) -> None:
+            def add_rows(leaf: torch.Tensor) -> None:
                 assert leaf.grad is not None
                 self._add_gradient(
                     torch.sparse_coo_tensor(
@@ -191,7 +191,7 @@ class ServerVariable(Variable):
                     )
                 )
 
-            values.register_post_accumulate_grad_hook(take)
+            values.register_post_accumulate_grad_hook(add_rows)
         return unique, values, inverse
 
     def _rows_at(self, rows: torch.Tensor) -> torch.Tensor:

@@ -93,7 +93,7 @@ class WorkerReplicas:
         within = {id(parameter) for model in models for parameter in model.parameters()}
         loose = [parameter for parameter in parameters if id(parameter) not in within]
         if models or loose:
-            self.registration.take_equal(models, loose)
+            self.registration.register_equal(models, loose)
         if self.access.representatives:
             BACKWARD_PASSES.listen(self._rows)
 

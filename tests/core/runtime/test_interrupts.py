@@ -67,7 +67,7 @@ def test_an_interrupt_at_the_boundary_of_a_hold_is_not_lost(
         try:
             sys.settrace(trace)
             with interrupts:
-                taken += interrupts.take()
+                taken += interrupts.pop()
                 if lasting:  # so the next one raises, in what follows
                     interrupts.brief().__enter__()
                     signal.raise_signal(signal.SIGINT)
@@ -80,7 +80,7 @@ def test_an_interrupt_at_the_boundary_of_a_hold_is_not_lost(
         with interrupts:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-            assert interrupts.take()
+            assert interrupts.pop()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         if not pressed:
@@ -133,7 +133,7 @@ def test_a_second_interrupt_ends_a_long_hold(interrupts: Interrupts) -> None:
             pass
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.take()
+        assert interrupts.pop()
 
 
 class Listener:
