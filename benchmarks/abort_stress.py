@@ -38,7 +38,7 @@ def _replica(rank: int, size: int, port: int, rounds: int, traffic: Sequence[str
     import torch
 
     from distnb.collectives.group import communicator
-    from distnb.collectives.group.groups import groups
+    from distnb.collectives.group.memberships import memberships
     from distnb.topology import Device, Team
 
     torch.set_num_threads(1)
@@ -57,15 +57,15 @@ def _replica(rank: int, size: int, port: int, rounds: int, traffic: Sequence[str
                 store_port=port,
             )
             began = time.monotonic()
-            group = groups.join(team, rank, device)
+            group = memberships.join(team, rank, device)
             formed = time.monotonic() - began
-            groups.program_began(generation)
+            memberships.program_began(generation)
             right = _sum_is_right(group) and (kind != "ddp" or _ddp_is_right(group, models))
             worker = _worker()
             shared = random.Random(f"{seed}/{generation}")
             stops = shared.randrange(size) if number % 2 else -1
             error, freed = _until_aborted(group, kind, models, shared, stopped=stops == rank)
-            groups.program_failed()
+            memberships.program_failed()
             del worker
             records.append({"traffic": kind, "freed_s": freed, "error": error, "right": right, "formed_s": formed})
             generation += 1
@@ -107,7 +107,7 @@ def _worker() -> Any:
 def _until_aborted(
     group: Any, kind: str, models: dict[str, Any], shared: random.Random, stopped: bool
 ) -> tuple[str, float]:
-    from distnb.collectives.group.groups import groups
+    from distnb.collectives.group.memberships import memberships
     from distnb.errors import ProgramAborted
 
     struck = [0.0]
@@ -116,7 +116,7 @@ def _until_aborted(
 
     def strike() -> None:
         struck[0] = time.monotonic()
-        groups.abort("stress")
+        memberships.abort("stress")
 
     timer = threading.Timer(after + skew, strike)
     step = _step(group, kind, models)

@@ -17,7 +17,7 @@ import zmq
 
 from distnb.accelerators import torch_device
 from distnb.cluster.process_environment import PRELOAD_VARIABLE
-from distnb.collectives.group.groups import groups
+from distnb.collectives.group.memberships import memberships
 from distnb.engine import adapted_shell
 from distnb.engine.absence import absence_of
 from distnb.engine.control import Control
@@ -126,8 +126,8 @@ class Agent:
             self.guard,
             self._console,
             absence=self._absence,
-            free_collectives=groups.abort,
-            hold_limits=groups.hold_limits,
+            free_collectives=memberships.abort,
+            hold_limits=memberships.hold_limits,
             sample=samples.sample,
             memory=telemetry.memory,
             pipes=pipes,
@@ -152,7 +152,7 @@ class Agent:
         note_work_of_pools()
         this_process.note_names = self.namespace.note_names
         this_process.live_sink = self._control.live
-        groups.when_failed = self._control.end_program
+        memberships.when_failed = self._control.end_program
 
     def serve(self) -> None:
         """Begin to serve on the running event loop of this thread, and send `Hello`."""

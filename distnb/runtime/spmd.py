@@ -12,8 +12,8 @@ import torch
 from distnb.accelerators import use
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.group.eager import always_eager
-from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
+from distnb.collectives.group.memberships import memberships
 from distnb.options import StrategySpec
 from distnb.runtime import contexts, randomness
 from distnb.runtime.base import Owner
@@ -185,7 +185,7 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
     process = this_process.replica
     if process is not None:
         return process
-    group = groups.join_from_env(sockets_only=sockets_only, timeout_s=timeout_s)
+    group = memberships.join_from_env(sockets_only=sockets_only, timeout_s=timeout_s)
     # The team of a script needs no store: torch.distributed has found its own.
     team = Team(
         engines=tuple(range(group.size)),

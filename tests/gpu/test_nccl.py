@@ -15,13 +15,13 @@ pytestmark = [
 PROLOGUE = """
     import threading, time
     import torch.distributed as dist
-    from distnb.collectives.group.groups import groups
+    from distnb.collectives.group.memberships import memberships
     from distnb.topology import Device, Team
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     def join(generation, devices):
         team = Team(tuple(range(size)), devices, generation, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         torch.cuda.set_device(devices[rank].index)
-        return groups.join(team, rank, devices[rank])
+        return memberships.join(team, rank, devices[rank])
 """
 
 EVERY_OPERATION = """
@@ -83,7 +83,7 @@ def test_an_abort_frees_two_replicas_that_share_a_gpu():
     struck = []
     def strike():
         struck.append(time.monotonic())
-        groups.abort("enough")
+        memberships.abort("enough")
     threading.Timer(0.5, strike).start()
     try:
         while rank == 0:
@@ -118,7 +118,7 @@ def test_an_abort_ends_an_nccl_collective():
     tensor = torch.ones(1 << 20, device=f"cuda:{rank}")
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
-    threading.Timer(0.5, groups.abort, ["enough"]).start()
+    threading.Timer(0.5, memberships.abort, ["enough"]).start()
     began = time.monotonic()
     if rank == 0:
         try:

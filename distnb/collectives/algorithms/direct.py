@@ -11,8 +11,8 @@ from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.algorithms.sums import combine
-from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
+from distnb.collectives.group.memberships import memberships
 from distnb.errors import ContextError, DistributedValueError, OptionError
 from distnb.options import CommunicationOptions, ReduceOp
 from distnb.topology import Device, parse_device
@@ -53,7 +53,7 @@ def broadcast(value: Any, destinations: Any) -> torch.Tensor:
 
 def _own(value: Any, destinations: Any, method: str) -> tuple[Group | None, torch.Tensor]:
     """Return the replicas, if there are several, and this one's tensor."""
-    group = groups.current()
+    group = memberships.current()
     if group is not None and group.size == 1:
         group = None
     if isinstance(value, DistributedValues):

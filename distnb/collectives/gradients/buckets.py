@@ -38,7 +38,7 @@ _SALTS = 61
 # for.
 _UNDER_WAY = 16
 
-Member = tuple[ParameterGroup, int]
+GradientPlace = tuple[ParameterGroup, int]
 """A parameter: its group, and its place there."""
 
 
@@ -51,7 +51,7 @@ class Bucket:
     mistaken for each other.
     """
 
-    def __init__(self, members: Sequence[Member], slots: Sequence[Slot], salt: int) -> None:
+    def __init__(self, members: Sequence[GradientPlace], slots: Sequence[Slot], salt: int) -> None:
         self.members = members
         self._groups = list(dict.fromkeys(group for group, _ in members))
         self._slots, self._salt = slots, salt
@@ -167,12 +167,12 @@ class BucketPlan:
         self._start = start
         salt = groups[0].identity[1] % _SALTS if start is not None else 0
         self.buckets = self._cut(packs, [member for member in members if member not in self.sparse], salt)
-        self._hooks: dict[Member, RemovableHandle] = {}
-        self._last: dict[int, Member] | None = {}
+        self._hooks: dict[GradientPlace, RemovableHandle] = {}
+        self._last: dict[int, GradientPlace] | None = {}
         if start is not None:
             self._attach()
 
-    def _cut(self, packs: Packs, members: list[Member], salt: int) -> list[Bucket]:
+    def _cut(self, packs: Packs, members: list[GradientPlace], salt: int) -> list[Bucket]:
         if self._start is not None:
             members.reverse()  # roughly the order in which gradients become ready
         slots = [group.slots[place] for group, place in members]
@@ -244,7 +244,7 @@ class BucketPlan:
             hook.remove()
         self._hooks = {}
 
-    def arrived(self, number: int, member: Member) -> None:
+    def arrived(self, number: int, member: GradientPlace) -> None:
         """Handle the arrival of a bucket's gradient: start the buckets that are complete, in order."""
         if self._last is not None:
             self._last[number] = member
@@ -257,7 +257,7 @@ class BucketPlan:
                 group.params[place].grad = None
 
 
-def _arrived(plan: weakref.ref[BucketPlan], number: int, member: Member, _parameter: torch.Tensor) -> None:
+def _arrived(plan: weakref.ref[BucketPlan], number: int, member: GradientPlace, _parameter: torch.Tensor) -> None:
     found = plan()
     if found is not None:
         found.arrived(number, member)

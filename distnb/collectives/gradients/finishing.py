@@ -8,7 +8,7 @@ import torch
 
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.sums import all_reduce, sum_sparse
-from distnb.collectives.gradients.buckets import BucketPlan, Member
+from distnb.collectives.gradients.buckets import BucketPlan, GradientPlace
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup
 from distnb.compat import torch_internals
 from distnb.errors import GradientError, UnsyncedGradientError
@@ -19,7 +19,7 @@ __all__ = ["finish", "finish_with_graph", "keep_equal", "keep_local"]
 
 def finish(plan: BucketPlan, aggregation: Aggregation, scale: float) -> None:
     """Wait for a plan's buckets, gather the sparse gradients, and set all gradients."""
-    totals: dict[Member, torch.Tensor | None] = {}
+    totals: dict[GradientPlace, torch.Tensor | None] = {}
     for bucket in plan.buckets:
         views, used = bucket.finish()
         if used is None and bucket.is_plain():
@@ -50,8 +50,8 @@ def finish_with_graph(plan: BucketPlan, aggregation: Aggregation, scale: float) 
 
 
 def _contributions(
-    members: Sequence[Member], aggregation: Aggregation, scale: float
-) -> dict[Member, torch.Tensor | None]:
+    members: Sequence[GradientPlace], aggregation: Aggregation, scale: float
+) -> dict[GradientPlace, torch.Tensor | None]:
     """Return this replica's part of each gradient: zeros if only other replicas have one, None if no replica has."""
     members = [(group, place) for group, place in members if place in group.slots]  # not those that are gone since
     if not members:
@@ -60,7 +60,7 @@ def _contributions(
     slots = [group.slots[place] for group, place in members]
     used = torch.tensor([gradient is not None for gradient in own], dtype=torch.int64, device=slots[0].device)
     aggregation.group.all_reduce(used)
-    found: dict[Member, torch.Tensor | None] = {}
+    found: dict[GradientPlace, torch.Tensor | None] = {}
     for member, slot, gradient, count in zip(members, slots, own, used.tolist(), strict=True):
         if count and gradient is None:
             if slot.sparse:
@@ -73,7 +73,7 @@ def _contributions(
     return found
 
 
-def _set(plan: BucketPlan, totals: dict[Member, torch.Tensor | None]) -> None:
+def _set(plan: BucketPlan, totals: dict[GradientPlace, torch.Tensor | None]) -> None:
     """Set gradients to the sum of those aggregated before the pass and the new ones. None means that no replica had
     one."""
     add_to, added = [], []

@@ -26,7 +26,7 @@ def place(group: GuardedProcessGroup) -> str:
 
 def announce(group: GuardedProcessGroup, name: str, text: str) -> None:
     """Leave a text under a new name, which begins with a `place`. Return when the others can read it."""
-    store = group.member.client.store()
+    store = group.membership.client.store()
     store.set(name, text)
     # The store does not answer `set`. Without a request that it answers, this replica could reach its next collective,
     # which the others see in shared memory, before the store has the text: they would take it for missing.
@@ -45,7 +45,7 @@ def await_announcement(group: GuardedProcessGroup, name: str, source: int, what:
     Raises:
         CollectiveMismatchError: The source has ended its program, or waits for this replica elsewhere.
     """
-    store, (communicator, _) = group.member.client.store(), group.ready()
+    store, (communicator, _) = group.membership.client.store(), group.ready()
     verifier = communicator.verifier
 
     def arrived() -> bool:
@@ -68,6 +68,6 @@ def await_announcement(group: GuardedProcessGroup, name: str, source: int, what:
 def _raise_elsewhere(group: GuardedProcessGroup, source: int, what: str, waits_in: str) -> NoReturn:
     there = f"waits for the others in {waits_in}" if waits_in else "has ended its program"
     raise CollectiveMismatchError(
-        f"Replica {group.member.rank} waits until replica {source} has done {what}, and replica {source} {there}. "
+        f"Replica {group.membership.rank} waits until replica {source} has done {what}, and replica {source} {there}. "
         "Replica 0 must call it, too: it does the work, and the others wait."
     )

@@ -81,7 +81,7 @@ class Backends:
         else:
             connections.expect_silence()
         backends: dict[str, Any] = {"cpu": gloo}
-        name, kind = group.member.backend_name, group.member.device.type
+        name, kind = group.membership.backend_name, group.membership.device.type
         if name != "gloo":
             make = _nccl if name == "nccl" else _from_outside
             backends[kind] = make(PrefixStore(name, store), group)
@@ -189,10 +189,10 @@ def _nccl(store: Store, group: GuardedProcessGroup) -> Any:
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), nccl_options(_FOREVER))
     # Connect now: in the first operation it would block uninterruptibly.
-    backend.eager_connect_single_device(torch_device(group.member.device))
+    backend.eager_connect_single_device(torch_device(group.membership.device))
     return backend
 
 
 def _from_outside(store: Store, group: GuardedProcessGroup) -> Any:
-    name = group.member.backend_name
+    name = group.membership.backend_name
     return backend_from_plugin(name, store, group.rank(), group.replicas, group.label, _FOREVER)

@@ -83,14 +83,14 @@ class Communicator:
 
     def _connect(self) -> None:
         group = self.group
-        self.name = f"{group.member.prefix}/{group.label}"
+        self.name = f"{group.membership.prefix}/{group.label}"
         what = f"the forming of the process group of replicas {list(group.replicas)}"
         activity.begin("collective", activity.Arrival(at=activity.clock(), group=self.name, what=what))
         try:
-            backends, log = group.member.form(self)
+            backends, log = group.membership.form(self)
         finally:
             activity.end()
-        patience_s = _ORDER_GRACE_S if group.member.supervised else 0.0
+        patience_s = _ORDER_GRACE_S if group.membership.supervised else 0.0
         self.verifier = Verifier(log, group.replicas, group.calls, patience_s)
         self.verifier.begin(group.program)
         self._deadlocks = DeadlockDetector(log)
@@ -454,7 +454,7 @@ class Communicator:
         A notebook receives that error and orders the end of the others. An error raised here could reach the notebook
         first and hide it.
         """
-        if self.group.member.supervised:
+        if self.group.membership.supervised:
             return
         self._departed_since = (self._departed_since or time.monotonic()) if failed else None
         if self._departed_since is not None and time.monotonic() - self._departed_since >= grace_s:
@@ -516,7 +516,7 @@ class Communicator:
                 self.examine(min(self.open), waiting=False)
             elif verifier.log.has_unsent:
                 verifier.log.exchange()
-            elif self.group.member.backend_name != "gloo":
+            elif self.group.membership.backend_name != "gloo":
                 self.examine(None, waiting=False)  # waits for an accelerator do not notice it
         except Exception as error:  # noqa: BLE001  (raised where somebody waits)
             self.fail(error)

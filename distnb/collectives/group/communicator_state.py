@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Literal, NoReturn
+from typing import Literal
 
 from distnb.errors import ProgramAborted
 from distnb.story import StateMachine, transition

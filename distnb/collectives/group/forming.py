@@ -21,7 +21,7 @@ from distnb.compat.c10d_internals import PrefixStore
 from distnb.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.membership import Member
+    from distnb.collectives.group.membership import Membership
 
 __all__ = ["Forming"]
 
@@ -34,13 +34,13 @@ _HOPELESS_S = 60.0
 class Forming:
     """The forming of one communicator."""
 
-    def __init__(self, communicator: Communicator, member: Member) -> None:
+    def __init__(self, communicator: Communicator, membership: Membership) -> None:
         self.communicator = communicator
-        self._member = member
+        self._membership = membership
         self._group = communicator.group
         self._rank: int = self._group.rank()
         self._size: int = self._group.size()
-        self._store = PrefixStore(f"{member.prefix}/{self._group.label}", member.client.store())
+        self._store = PrefixStore(f"{membership.prefix}/{self._group.label}", membership.client.store())
         self._log: CollectiveLog | None = None
         self._connected: Backends | None = None
         self._next_check = 0.0
@@ -62,7 +62,7 @@ class Forming:
         try:
             card = Card(host=host.identity(), pid=os.getpid(), log=descriptor)
             what = f"the process group of replicas {list(self._group.replicas)}"
-            timeout_s = self._member.timeout_s
+            timeout_s = self._membership.timeout_s
             cards = rendezvous.meet(self._store, rank, size, card, self._check, timeout_s=timeout_s, what=what)
             self._local = len({other.host for other in cards}) == 1
             if self._local and memory is None:
@@ -126,7 +126,7 @@ class Forming:
                     )
         except BaseException:  # an order to end the program can be raised anywhere, not only in `_check`
             # The thread may block in the connection to the store: another one is used from now on.
-            self._member.client.spoil()
+            self._membership.client.spoil()
             log.lost = True
             raise
         if isinstance(made[0], Backends):
@@ -153,7 +153,7 @@ class Forming:
 
     def _check(self, absent: Callable[[], list[int]] = list) -> None:
         """Look for reasons to end the wait."""
-        self._member.attempt.check()
+        self._membership.attempt.check()
         if time.monotonic() < self._next_check:
             return
         self._next_check = time.monotonic() + _PERIOD_S

@@ -13,13 +13,13 @@ from distnb.collectives.group.forming import Forming
 from distnb.collectives.group.interface import Group
 from distnb.collectives.group.process_group import GuardedProcessGroup
 from distnb.collectives.group.rendezvous import StoreClient
-from distnb.collectives.group.world import World
+from distnb.collectives.group.torch_state import TorchState
 from distnb.collectives.verify.collective_log import CollectiveLog
 from distnb.compat.c10d_internals import HashStore
 from distnb.errors import ProgramAborted
 from distnb.topology import Device, Team
 
-__all__ = ["Attempt", "Member"]
+__all__ = ["Attempt", "Membership"]
 
 
 class Attempt:
@@ -37,7 +37,7 @@ class Attempt:
             raise ProgramAborted(self.reason)
 
 
-class Member:
+class Membership:
     """The membership of this replica in one team.
 
     Attributes:
@@ -80,7 +80,7 @@ class Member:
         self.group = GuardedProcessGroup(self, "world", range(len(devices)))
         kind = "cuda" if device.type == "cpu" else device.type
         config = f"cpu:gloo,{kind}:{self.backend_name}"
-        self.world = World.of_group(self.group, HashStore(), self.backend_name, config)
+        self.world = TorchState.of_group(self.group, HashStore(), self.backend_name, config)
         self._environment: dict[str, str] = {}  # empty in a script, where the launcher has set it
         self._names: Counter[str] = Counter()
         self._subgroups: tuple[weakref.ref[GuardedProcessGroup], ...] = ()

@@ -38,7 +38,7 @@ from distnb.compat.c10d_internals import (
 from distnb.errors import CollectiveError, OptionError
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.membership import Member
+    from distnb.collectives.group.membership import Membership
 
 __all__ = ["OWN", "GuardedProcessGroup"]
 
@@ -126,7 +126,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     C++ is not given its backends, because it could bypass the guard.
 
     Args:
-        member: This process in the team.
+        membership: This process in the team.
         label: The group's name in the team, the same on every replica.
         replicas: The replica id of each rank.
         parent: The group that this one is a part of.
@@ -141,10 +141,10 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     group_desc = "undefined"
 
     def __init__(
-        self, member: Member, label: str, replicas: Sequence[int], parent: GuardedProcessGroup | None = None
+        self, membership: Membership, label: str, replicas: Sequence[int], parent: GuardedProcessGroup | None = None
     ) -> None:
-        super().__init__(replicas.index(member.rank), len(replicas))
-        self.member = member
+        super().__init__(replicas.index(membership.rank), len(replicas))
+        self.membership = membership
         self.label = label
         self.replicas = tuple(replicas)
         self.parent = parent
@@ -160,7 +160,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in self.member.device_types]
+        return [torch.device(kind) for kind in self.membership.device_types]
 
     def _get_backend(self, device: torch.device) -> Any:
         kind = self._carried_as(device.type)
@@ -168,15 +168,15 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _carried_as(self, kind: str) -> str:
         """Return the device type whose backend carries tensors of another type: some go through host memory."""
-        if kind not in self.member.device_types:
+        if kind not in self.membership.device_types:
             raise RuntimeError(
                 f"No backend type associated with device type {kind}: these replicas communicate tensors on "
-                f"{', '.join(self.member.device_types)}."
+                f"{', '.join(self.membership.device_types)}."
             )
-        return "cpu" if kind in self.member.staged else kind
+        return "cpu" if kind in self.membership.staged else kind
 
     def _get_backend_name(self) -> str:
-        return self.member.backend_name
+        return self.membership.backend_name
 
     name = _get_backend_name
 
@@ -433,7 +433,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         inner = BarrierOptions()
         inner.device_ids, inner.device = given.device_ids, given.device
         kind = given.device.type if given.device is not None else "cpu"
-        if kind not in self.member.device_types:
+        if kind not in self.membership.device_types:
             kind = "cpu"
         key = ("barrier", None, None, self._carried_as(kind))
         return self.run(key, "barrier", (), (), inner, timeout=given.timeout)
@@ -491,7 +491,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             # A name from torch's counter: every replica makes its groups in the same order. The counters themselves may
             # differ since an earlier failure, so the group gets its number in the log.
             name = str(self.note(("new_group", None, None, "cpu", tuple(ranks), "ranks")))
-        made = self.member.make_subgroup(self, list(ranks), name)
+        made = self.membership.make_subgroup(self, list(ranks), name)
         if made is not None:
             made.set_timeout(timeout)
             made._set_group_name(group_name)

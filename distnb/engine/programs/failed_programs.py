@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from distnb.collectives.group.groups import groups
+from distnb.collectives.group.memberships import memberships
 from distnb.engine.debugging import debugger, error_reports
 from distnb.engine.debugging.console import Console
 from distnb.engine.debugging.kept import KeptFailure
@@ -81,7 +81,7 @@ class FailedPrograms:
     def reply(self, program: int, error: BaseException, value: Any = None, *, alone: bool = False) -> Reply:
         """Return the reply of a program that raised. With `alone` the error is not packed with the namespace."""
         datasets.program_failed()
-        cause, reason = groups.pop_cause()
+        cause, reason = memberships.pop_cause()
         # Report the cause instead of its consequence: a wait in C++ that was ended only raises a RuntimeError.
         if cause is not None and cause is not error and not self._guard.interrupted:
             in_c = type(error) is RuntimeError and isinstance(cause, CollectiveError)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from distnb import strategies
-from distnb.collectives.group.groups import groups
+from distnb.collectives.group.memberships import memberships
 from distnb.engine.guard import Guard
 from distnb.engine.namespace import object_operations
 from distnb.engine.namespace.engine_namespace import EngineNamespace
@@ -66,7 +66,7 @@ class TeamPrograms:
 
     def join(self, team: Team, replica: int, *, nothing_new: bool = False) -> None:
         """Become a replica of a team, in its process group. For `nothing_new` see `spmd.enter`."""
-        group = groups.join(team, replica, self._device, supervised=True)
+        group = memberships.join(team, replica, self._device, supervised=True)
         self._process = spmd.enter(team, replica, self._device, group, nothing_new=nothing_new)
 
     def run_cell(self, message: RunCell, replica: int) -> Reply:
@@ -83,7 +83,7 @@ class TeamPrograms:
             self.join(message.team, replica)
             self._namespace.open(message.snapshot, replica)
             mark = self._namespace.begin(message.source)
-            groups.program_began(program)
+            memberships.program_began(program)
             if message.only is None or replica in message.only:
                 strategy = strategies.resolve(message.strategy)
                 scope = strategy.scope() if message.in_scope else nullcontext()
@@ -101,7 +101,7 @@ class TeamPrograms:
             if self._guard.interrupted:
                 # Workers do not receive the interrupt, and a DataLoader waits five seconds for each that is at work.
                 workers.end_processes(set(multiprocessing.active_children()) - there)
-            groups.program_failed()
+            memberships.program_failed()
         results, interrupt = None, None
         if mark is not None:
             results, interrupt = self._described(program, partial(self._namespace.finish, mark))
@@ -157,7 +157,7 @@ class TeamPrograms:
 
         def joined() -> Any:
             self.join(team, replica, nothing_new=nothing_new)
-            groups.program_began(program)
+            memberships.program_began(program)
             value = body()
             self._completed()
             return value
@@ -165,7 +165,7 @@ class TeamPrograms:
         try:
             value = self._guard.call(program, joined)
         except BaseException as error:  # noqa: BLE001  # its effects until then are reported, as of a cell
-            groups.program_failed()
+            memberships.program_failed()
             results, _ = self._described(program, self._namespace.abandon_call)
             return self._failures.reply(program, error, results)
         caught = self._guard.caught
@@ -174,9 +174,9 @@ class TeamPrograms:
     def _completed(self) -> None:
         """End a program without an error. If it caught the user's interrupt, its collectives have been ended."""
         if self._guard.caught:
-            groups.program_failed()
+            memberships.program_failed()
         else:
-            groups.program_completed()
+            memberships.program_completed()
 
     def _described(
         self, program: int, describe: Callable[[], Result | None]

@@ -38,8 +38,8 @@ from distnb.servers.coordinator.per_worker import (
     PerWorkerDataset,
     PerWorkerValues,
     ValueMaker,
-    is_function,
     accepts_context,
+    is_function,
 )
 from distnb.servers.coordinator.pickling import open_value
 from distnb.servers.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Reclaim, ReportNoWorker, Send

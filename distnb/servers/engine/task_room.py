@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from distnb.accelerators import torch_device
-from distnb.collectives.group.groups import groups
+from distnb.collectives.group.memberships import memberships
 from distnb.engine.namespace.cell_sources import remember_source
 from distnb.engine.programs.program_kinds import ProgramKind
 from distnb.engine.programs.started_threads import threads_awaited
@@ -91,19 +91,19 @@ class TaskRoom:
 
         def body() -> Any:
             agent.programs.join(message.team or worker.alone, worker.rank)
-            groups.program_began(program)
+            memberships.program_began(program)
             with threads_awaited():
                 value = worker.run(message)
-            groups.program_completed()
+            memberships.program_completed()
             return value
 
         try:
             return Reply(program=program, status="ok", value=agent.guard.call(program, body))
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
-            groups.program_failed()
+            memberships.program_failed()
             reply = agent.failures.reply(program, error, alone=True)
         if message.team is None:
-            groups.leave()
+            memberships.leave()
         return reply
 
 

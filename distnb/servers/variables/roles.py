@@ -32,9 +32,9 @@ __all__ = [
     "coordinating",
     "models",
     "placement",
+    "register",
     "require_cluster",
     "runtime_of",
-    "take",
 ]
 
 

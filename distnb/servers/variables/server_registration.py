@@ -102,7 +102,7 @@ class ServerRegistration:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Return a context that records objects made by this thread, for `register_made`. An error discards the record."""
+        """Return a context that notes objects made by this thread, for `register_made`. An error discards the notes."""
         try:
             with _tables_made_by(self), _noting_optimizers(self._made_optimizers), self._made.noting():
                 yield

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from distnb.collectives.group import communicator
-from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
+from distnb.collectives.group.memberships import memberships
 from distnb.topology import Device, Team
 
 # torch has the new names since 2.13.
@@ -82,23 +82,23 @@ def run(names: list[str]) -> dict[str, Ended]:
     meeting, ended = Meeting(), {}
     for generation, name in enumerate(names):
         meeting.meet(name)
-        group = groups.join(team(generation), meeting.rank, Device("cpu"))
+        group = memberships.join(team(generation), meeting.rank, Device("cpu"))
         ended[name] = _run_one(CASES[name], generation + 1, group)
     return ended
 
 
 def _run_one(function: Callable[[Group], Any], program: int, group: Group) -> Ended:
-    groups.program_began(program)
+    memberships.program_began(program)
     mark()
     result = Ended()
     try:
         result.value = function(group)
-        groups.program_completed()
+        memberships.program_completed()
     except BaseException as error:
         result.seconds = time.monotonic() - _marked[0]
         result.error, result.text = type(error).__name__, str(error)
         result.trace = traceback.format_exc()
-        groups.program_failed()
+        memberships.program_failed()
     return result
 
 
@@ -518,7 +518,7 @@ def aborted_soon(reason: str) -> Iterator[None]:
 
     def strike() -> None:
         mark()
-        groups.abort(reason)
+        memberships.abort(reason)
 
     grace, communicator._ABORT_GRACE_S = communicator._ABORT_GRACE_S, 60.0
     timer = threading.Timer(0.5, strike)
@@ -558,7 +558,7 @@ def aborted_future(group: Group) -> None:
 @case
 def aborted_before(group: Group) -> None:
     mark()
-    groups.abort("the test wants it")
+    memberships.abort("the test wants it")
     with contextlib.suppress(Exception):
         group.barrier()
     dist.all_reduce(torch.ones(1))

@@ -26,6 +26,6 @@ class SlowStore:
 
 def test_a_replica_goes_on_when_the_others_can_read_its_announcement() -> None:
     store = SlowStore()
-    group: Any = SimpleNamespace(member=SimpleNamespace(client=SimpleNamespace(store=lambda: store)))
+    group: Any = SimpleNamespace(membership=SimpleNamespace(client=SimpleNamespace(store=lambda: store)))
     announcements.announce(group, "group/announced/3/save/1", "")
     assert store.texts == {"group/announced/3/save/1": ""}, "another replica would report a call that is missing here"

@@ -43,4 +43,4 @@ def test_a_failure_becomes_an_earlier_program_s():
     state.fail(FAILED, "", False, now=2.0)
     assert not state.is_earlier
     state.begin_program(now=3.0)
-    assert state.is_earlier and state.phase == "failed"
+    assert (state.is_earlier, state.phase) == (True, "failed")

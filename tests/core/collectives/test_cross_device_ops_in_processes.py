@@ -307,8 +307,8 @@ def test_a_sum_and_a_mean_do_not_match() -> None:
 
 def test_an_algorithm_can_use_devices_ranks_and_collectives() -> None:
     program = """
-    from distnb.collectives.group.groups import groups
-    replicas = group = groups.join_from_env()
+    from distnb.collectives.group.memberships import memberships
+    replicas = group = memberships.join_from_env()
     rank, size = replicas.rank, replicas.size
     assert list(map(str, replicas.devices)) == ["cpu:0"] * 3
     for in_memory in (True, False):

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 PROLOGUE = """
     import time, threading
     import torch.distributed as dist
-    from distnb.collectives.group.groups import groups
+    from distnb.collectives.group.memberships import memberships
     from distnb.topology import Device, Team
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cpu, address, port = Device("cpu"), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -46,7 +46,7 @@ def test_teams_coexist_and_switching_between_them_is_cheap():
     subgroups = {}
     def enter(name, generation):
         t = team(generation, teams[name])
-        return groups.join(t, t.rank_of(engine), cpu)
+        return memberships.join(t, t.rank_of(engine), cpu)
     for turn in range(30):
         for name in mine:
             group = enter(name, 7)
@@ -81,7 +81,7 @@ def test_teams_coexist_and_switching_between_them_is_cheap():
 def test_ddp_and_subgroups_made_before_an_abort_remain_usable():
     program = """
     from tests.core.collectives.group_cases import aborted_soon
-    group = groups.join(team(0), rank, cpu)
+    group = memberships.join(team(0), rank, cpu)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     part = dist.new_group([0, 1])
     model(torch.ones(1, 4)).sum().backward()
@@ -94,7 +94,7 @@ def test_ddp_and_subgroups_made_before_an_abort_remain_usable():
         dist.barrier()
     except BaseException as error:
         result.append(str(error))
-    again = groups.join(team(1), rank, cpu)
+    again = memberships.join(team(1), rank, cpu)
     model.zero_grad()
     model(torch.ones(1, 4) * (rank + 1)).sum().backward()
     tensor = torch.ones(1)
@@ -110,22 +110,22 @@ def test_an_abort_ends_a_join():
     result = []
     if rank == 0:
         def strike():
-            while groups.joining is None:
+            while memberships.joining is None:
                 time.sleep(0.01)
             time.sleep(0.3)
-            groups.abort("no more")
+            memberships.abort("no more")
         threading.Thread(target=strike).start()
         try:
-            groups.join(team(0), rank, cpu)
+            memberships.join(team(0), rank, cpu)
         except ProgramAborted as error:
             result.append(str(error))
         try:
-            groups.join(team(1), rank, cpu, timeout_s=0.3)
+            memberships.join(team(1), rank, cpu, timeout_s=0.3)
         except CollectiveError as error:
             result.append(str(error))
     else:
         time.sleep(1.0)
-    groups.join(team(2), rank, cpu)
+    memberships.join(team(2), rank, cpu)
     result.append(sum_of(1))
     """
     first, second = results(program, 2)
@@ -136,7 +136,7 @@ def test_an_abort_ends_a_join():
 
 def test_a_single_replica_forms_a_group():
     program = """
-    group = groups.join(team(0), rank, cpu)
+    group = memberships.join(team(0), rank, cpu)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
     result = [sum_of(3), group.all_gather_object("x"), [t.tolist() for t in group.all_gather_uneven(torch.ones(2))]]
@@ -147,8 +147,8 @@ def test_a_single_replica_forms_a_group():
 def test_a_late_failure_of_an_earlier_generation_does_not_affect_the_next():
     program = """
     from distnb.errors import CollectiveError
-    earlier = groups.join(team(0), rank, cpu).process_group.communicator
-    current = groups.join(team(1), rank, cpu).process_group.communicator
+    earlier = memberships.join(team(0), rank, cpu).process_group.communicator
+    current = memberships.join(team(1), rank, cpu).process_group.communicator
     earlier.fail(CollectiveError("a thread found it just before"))
     result = sum_of(1), current.failure
     """
@@ -158,7 +158,7 @@ def test_a_late_failure_of_an_earlier_generation_does_not_affect_the_next():
 def test_torch_may_name_the_backend_of_a_subgroup():
     # Torch 2.14 does, while 2.13 does not report it.
     program = """
-    group = groups.join(team(0), rank, cpu).process_group
+    group = memberships.join(team(0), rank, cpu).process_group
     part = group.new_group([0, 1], timeout=None, pg_options=None, group_name="part", group_desc="it", backend="gloo")
     tensor = torch.ones(1)
     part.allreduce(tensor).wait()
@@ -170,7 +170,7 @@ def test_torch_may_name_the_backend_of_a_subgroup():
 def test_replicas_of_one_machine_stop_listening_once_they_have_met():
     program = """
     import psutil
-    group = groups.join(team(0), rank, cpu)
+    group = memberships.join(team(0), rank, cpu)
     group.barrier()
     listening = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     result = sorted(set(listening))
@@ -181,7 +181,7 @@ def test_replicas_of_one_machine_stop_listening_once_they_have_met():
 
 def test_forked_children_are_not_replicas():
     program = """
-    group = groups.join(team(0), rank, cpu)
+    group = memberships.join(team(0), rank, cpu)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -200,7 +200,7 @@ def test_forked_children_are_not_replicas():
 def test_a_killed_replica_frees_the_others_even_if_its_children_live():
     program = """
     import signal
-    groups.join_from_env()
+    memberships.join_from_env()
     sum_of(1)
     if rank == 1:
         if os.fork() == 0:
@@ -228,8 +228,8 @@ def test_a_killed_replica_frees_the_others_even_if_its_children_live():
 
 def test_a_script_joins_and_exits_cleanly():
     program = """
-    group = groups.join_from_env()
-    assert groups.join_from_env() is group is groups.current()
+    group = memberships.join_from_env()
+    assert memberships.join_from_env() is group is memberships.current()
     result = (group.rank, group.size, sum_of(1), os.environ["RANK"])
     """
     ranks = run(program, 2)
@@ -242,9 +242,9 @@ def test_a_group_that_the_program_initialised_is_adopted():
     dist.init_process_group("gloo")
     before = dist.group.WORLD
     sum_of(1)
-    group = groups.join_from_env()
+    group = memberships.join_from_env()
     assert dist.group.WORLD is group.process_group and sum_of(1) == 2
-    assert groups.join_from_env() is group
+    assert memberships.join_from_env() is group
     result = sum_of(1)
     """
     assert results(program, 2) == [2, 2]
@@ -252,7 +252,7 @@ def test_a_group_that_the_program_initialised_is_adopted():
 
 def test_a_contradicting_init_process_group_is_refused():
     program = """
-    groups.join_from_env()
+    memberships.join_from_env()
     try:
         dist.init_process_group("gloo", world_size=5, rank=rank)
     except Exception as error:
@@ -266,7 +266,7 @@ def test_the_error_without_an_environment_names_the_cure():
     for name in ("RANK", "MASTER_ADDR"):
         del os.environ[name]
     try:
-        groups.join_from_env()
+        memberships.join_from_env()
     except Exception as error:
         result = str(error)
     """
@@ -275,7 +275,7 @@ def test_the_error_without_an_environment_names_the_cure():
 
 def test_a_script_that_ends_early_is_named_by_the_others():
     program = """
-    groups.join_from_env()
+    memberships.join_from_env()
     if rank == 0:
         sum_of(1)
     """
@@ -287,7 +287,7 @@ def test_a_script_that_ends_early_is_named_by_the_others():
 
 def test_a_failed_script_is_not_a_mismatch():
     program = """
-    groups.join_from_env()
+    memberships.join_from_env()
     if rank == 1:
         raise ValueError("mine")
     sum_of(1)
@@ -312,12 +312,12 @@ def test_a_failed_script_is_not_a_mismatch():
 )
 def test_the_exit_after_an_abort_is_clean(traffic):
     program = f"""
-    groups.join(team(0), rank, cpu)
+    memberships.join(team(0), rank, cpu)
     sum_of(1)
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
-        threading.Timer(0.2, groups.abort, ["enough"]).start()
+        threading.Timer(0.2, memberships.abort, ["enough"]).start()
         try:
             {traffic}
         except (BaseException) as error:
@@ -331,11 +331,11 @@ def test_the_exit_after_an_abort_is_clean(traffic):
     ranks[1].check()
 
 
-@pytest.mark.parametrize("last", ["", "groups.join(team(1), rank, cpu)"])
+@pytest.mark.parametrize("last", ["", "memberships.join(team(1), rank, cpu)"])
 def test_the_exit_waits_for_callbacks_of_a_future(last):
     # It runs on Gloo's own thread. If the interpreter had ended, it would end that thread and the process.
     program = f"""
-    groups.join(team(0), rank, cpu)
+    memberships.join(team(0), rank, cpu)
     sum_of(1)
     begun = threading.Event()
     def follow(future):
@@ -355,7 +355,7 @@ def test_the_exit_waits_for_callbacks_of_a_future(last):
 def test_ctrl_c_ends_a_wait():
     program = """
     import _thread
-    groups.join(team(0), rank, cpu)
+    memberships.join(team(0), rank, cpu)
     sum_of(1)
     result = None
     store = dist.distributed_c10d._get_default_store()
@@ -405,7 +405,7 @@ def test_an_interrupted_formation_does_not_affect_later_ones():
     import time
     import torch
     import torch.distributed as dist
-    from distnb.collectives.group.groups import groups
+    from distnb.collectives.group.memberships import memberships
     from distnb.collectives.group.forming import Forming
     from distnb.topology import Device
     from tests.core.collectives.group_cases import Meeting, team
@@ -430,12 +430,12 @@ def test_an_interrupted_formation_does_not_affect_later_ones():
         else:
             threading.Thread(target=interrupt_when_it_waits, args=(set(threading.enumerate()),)).start()
         try:
-            groups.join(team(generation), meeting.rank, Device("cpu"))
+            memberships.join(team(generation), meeting.rank, Device("cpu"))
         except Interrupted:
             result.append("interrupted")
         Forming._make_backends = make
         meeting.meet(str(generation))
-        groups.join(team(generation + 1), meeting.rank, Device("cpu"))
+        memberships.join(team(generation + 1), meeting.rank, Device("cpu"))
         total = torch.ones(1)
         dist.all_reduce(total)
         result.append(total.item())
@@ -447,7 +447,7 @@ def test_an_interrupted_formation_does_not_affect_later_ones():
 def test_an_interrupt_at_the_start_of_an_operation_does_no_harm():
     """End a program when no one holds an operation's work and Gloo may be busy with it: waiting for it would hang."""
     program = """
-    group = groups.join(team(0), rank, cpu)
+    group = memberships.join(team(0), rank, cpu)
     sum_of(1)
     backends, busy, over = group.process_group.communicator.backends.backends, threading.Event(), threading.Event()
     gloo, store = backends["cpu"], dist.distributed_c10d._get_default_store()
@@ -469,10 +469,10 @@ def test_an_interrupt_at_the_start_of_an_operation_does_no_harm():
     try:
         dist.all_reduce(torch.ones(300_000))
     except KeyboardInterrupt:
-        groups.abort("the user stops")
+        memberships.abort("the user stops")
     del gloo, group
     backends = None
-    groups.join(team(1), rank, cpu)
+    memberships.join(team(1), rank, cpu)
     result = sum_of(1), over.is_set()
     over.set()
     """

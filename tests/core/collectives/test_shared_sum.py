@@ -13,8 +13,8 @@ pytestmark = pytest.mark.processes
 
 _START = """
 import threading, time
-from distnb.collectives.group.groups import groups
-group = groups.join_from_env()
+from distnb.collectives.group.memberships import memberships
+group = memberships.join_from_env()
 assert group.process_group.communicator.shared is not None, "this machine's replicas share memory"
 rank, size = group.rank, group.size
 
@@ -96,7 +96,7 @@ def test_an_abort_ends_the_wait_at_once() -> None:
     group.all_reduce(torch.ones(3))
     result = None
     if rank == 0:
-        in_the_wait(lambda: groups.abort("another replica failed"))
+        in_the_wait(lambda: memberships.abort("another replica failed"))
         try:
             group.all_reduce(torch.ones(3))
         except ProgramAborted as error:

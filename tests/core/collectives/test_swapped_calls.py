@@ -14,8 +14,8 @@ pytestmark = pytest.mark.processes
 PROLOGUE = """
 import warnings
 import torch.distributed as dist
-from distnb.collectives.group.groups import groups
-groups.join_from_env()
+from distnb.collectives.group.memberships import memberships
+memberships.join_from_env()
 first, a, b = dist.get_rank() == 0, torch.ones(4), torch.full((4,), 10.0)
 def reduced(tensor):
     dist.all_reduce(tensor)
@@ -26,11 +26,11 @@ warned = []
 warnings.showwarning = lambda message, category, file, line, *rest: warned.append((str(message), line))
 try:
     run()
-    groups.program_completed()
+    memberships.program_completed()
     result = ("", "", warned)
 except Exception as error:
     result = (type(error).__name__, str(error), warned)
-    groups.program_failed()
+    memberships.program_failed()
 """
 SWAPPED = {
     "each at its line": """

@@ -14,8 +14,8 @@ PROLOGUE = """
 import threading
 from datetime import timedelta
 import torch.distributed as dist
-from distnb.collectives.group.groups import groups
-group = groups.join_from_env()
+from distnb.collectives.group.memberships import memberships
+group = memberships.join_from_env()
 rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
 store.set_timeout(timedelta(seconds=60))  # the store of a group has its limit
 short = timedelta(seconds=0.4)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from distnb.collectives.group.world import TorchDistributed
+from distnb.collectives.group.torch_state import TorchDistributed
 from distnb.compat.versions import TESTED, private_names
 from distnb.errors import LibraryVersionError, OptionError
 

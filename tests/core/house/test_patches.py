@@ -173,7 +173,7 @@ def found():
 before = found()
 from distnb.collectives.gradients import parameter_groups
 from distnb.collectives.gradients.backward_passes import BackwardPasses
-from distnb.collectives.group.world import TorchDistributed
+from distnb.collectives.group.torch_state import TorchDistributed
 from distnb.compat import transformers_internals
 from distnb.engine import launched_processes, unattended
 from distnb.engine.output import widget_comms

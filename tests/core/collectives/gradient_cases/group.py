@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from distnb.collectives.group.groups import groups
+from distnb.collectives.group.memberships import memberships
 
 
 class NotedGroup:
-    """`distnb.collectives.group.groups.Group` with a list of its calls and a settable generation."""
+    """`distnb.collectives.group.memberships.Group` with a list of its calls and a settable generation."""
 
     def __init__(self) -> None:
-        self.inner = groups.join_from_env()
+        self.inner = memberships.join_from_env()
         self.device, self.devices, self.process_group = self.inner.device, self.inner.devices, self.inner.process_group
         self.rank, self.size, self.generation = self.inner.rank, self.inner.size, self.inner.generation
         self.calls: list[tuple[str, int]] = []

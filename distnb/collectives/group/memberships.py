@@ -26,16 +26,16 @@ from distnb.collectives.group import exits, rendezvous
 from distnb.collectives.group.communicator_state import caught
 from distnb.collectives.group.gloo_sockets import LOST_AFTER_S, give_up_on_silence
 from distnb.collectives.group.interface import Group
-from distnb.collectives.group.membership import Attempt, Member
+from distnb.collectives.group.membership import Attempt, Membership
 from distnb.collectives.group.process_group import GuardedProcessGroup
 from distnb.collectives.group.rendezvous import StoreClient
-from distnb.collectives.group.world import TorchDistributed
+from distnb.collectives.group.torch_state import TorchDistributed
 from distnb.collectives.shared_memory import host
 from distnb.compat.c10d_internals import PrefixStore
 from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted, ProgramInterrupted
 from distnb.topology import Device, Team, parse_device
 
-__all__ = ["Groups", "groups"]
+__all__ = ["Memberships", "memberships"]
 
 _logger = logging.getLogger("distnb.collectives")
 
@@ -50,8 +50,8 @@ _SILENT = (
 )
 
 
-class Groups:
-    """The memberships of this process. The only instance is `groups`.
+class Memberships:
+    """The memberships of this process. The only instance is `memberships`.
 
     Attributes:
         joining: The joining under way, if one is.
@@ -62,8 +62,8 @@ class Groups:
     def __init__(self) -> None:
         self.joining: Attempt | None = None
         self.when_failed: Callable[[int, str], object] | None = None
-        self._members: dict[tuple[int, ...], Member] = {}
-        self._active: Member | None = None
+        self._memberships: dict[tuple[int, ...], Membership] = {}
+        self._active: Membership | None = None
         self._torch = TorchDistributed()
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -79,10 +79,10 @@ class Groups:
     ) -> Group:
         """Make the group of this team and generation the default process group. Form it if it is new.
 
-        Waits for the other replicas of the team without a time limit; `abort` ends the wait. Groups of other teams stay
-        connected if they are of the newest generation. Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
-        and MASTER_PORT. `supervised` means that a notebook orders the end of this replica's program by `abort` when
-        another replica's program has failed.
+        Waits for the other replicas of the team without a time limit; `abort` ends the wait. The groups of other teams
+        stay connected if they are of the newest generation. Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+        MASTER_ADDR and MASTER_PORT. `supervised` means that a notebook orders the end of this replica's program by
+        `abort` when another replica's program has failed.
 
         Raises:
             CollectiveError: Another replica did not arrive in time, or could not be reached.
@@ -92,9 +92,9 @@ class Groups:
         if active is not None and active.key == team.engines and active.generation == team.generation:
             return active.interface
         client = StoreClient.of(team)
-        member = self._join(team.engines, team, rank, device, client, timeout_s, team.has_own_devices, supervised)
-        member.set_environment(team)
-        return member.interface
+        membership = self._join(team.engines, team, rank, device, client, timeout_s, team.has_own_devices, supervised)
+        membership.set_environment(team)
+        return membership.interface
 
     def _join(
         self,
@@ -106,29 +106,29 @@ class Groups:
         timeout_s: float | None,
         apart: bool,
         supervised: bool = False,
-    ) -> Member:
+    ) -> Membership:
         self._torch.install()
         attempt = Attempt()
         with self._lock:
             self.joining = attempt
         try:
-            for other in list(self._members.values()):
+            for other in list(self._memberships.values()):
                 if other.generation < team.generation and other.key != key:
                     other.suspend()
-            member = self._members.get(key)
-            if member is not None and (member.rank != rank or member.devices != team.devices):
-                member.suspend()
-                member = None
-            if member is None:
-                member = Member(key, rank, device, team.devices, apart, supervised)
-            if member.generation != team.generation:
+            membership = self._memberships.get(key)
+            if membership is not None and (membership.rank != rank or membership.devices != team.devices):
+                membership.suspend()
+                membership = None
+            if membership is None:
+                membership = Membership(key, rank, device, team.devices, apart, supervised)
+            if membership.generation != team.generation:
                 _logger.info("replica %d joins generation %d of %s", rank, team.generation, key)
-                member.advance(team, client, attempt, timeout_s)
-                _logger.info("generation %d of %s is formed: %s", team.generation, key, member.backend_name)
-                self._torch.set_store(member.world, PrefixStore(f"{team.prefix}/user", client.store()))
+                membership.advance(team, client, attempt, timeout_s)
+                _logger.info("generation %d of %s is formed: %s", team.generation, key, membership.backend_name)
+                self._torch.set_store(membership.world, PrefixStore(f"{team.prefix}/user", client.store()))
             with self._lock:
-                self._members[key] = self._active = member
-                self._torch.enter(member.world)
+                self._memberships[key] = self._active = membership
+                self._torch.enter(membership.world)
             attempt.check()
         finally:
             with self._lock:
@@ -137,7 +137,7 @@ class Groups:
             self._tending = threading.Thread(target=self._tend, name="distnb-groups", daemon=True)
             exits.note(self._tending)
             self._tending.start()
-        return member
+        return membership
 
     def leave(self) -> None:
         """Close the connections of the current group. The next `join` forms it again in the same generation.
@@ -189,11 +189,13 @@ class Groups:
         if len({other.host for other in cards}) > 1:
             give_up_on_silence(port)
         team = Team(engines=tuple(range(size)), devices=devices, generation=0, store_host=address, store_port=port)
-        member = self._join((_SCRIPT, *team.engines), team, rank, device, StoreClient(lambda: store), timeout_s, apart)
+        membership = self._join(
+            (_SCRIPT, *team.engines), team, rank, device, StoreClient(lambda: store), timeout_s, apart
+        )
         if found is not None:
-            member.group.set_timeout(found.timeout)
+            membership.group.set_timeout(found.timeout)
         self.program_began(1)
-        return member.interface
+        return membership.interface
 
     def current(self) -> Group | None:
         """Return the group that was joined last, or None."""
@@ -210,10 +212,10 @@ class Groups:
         with self._lock:
             if self.joining is not None:
                 self.joining.reason = reason
-            member = self._active
-        if member is not None:
-            _logger.info("aborting generation %d of %s: %s", member.generation, member.key, reason)
-            member.fail(ProgramInterrupted(_INTERRUPTED) if interrupted else ProgramAborted(reason))
+            membership = self._active
+        if membership is not None:
+            _logger.info("aborting generation %d of %s: %s", membership.generation, membership.key, reason)
+            membership.fail(ProgramInterrupted(_INTERRUPTED) if interrupted else ProgramAborted(reason))
 
     def hold_limits(self, on: bool) -> None:
         """Suspend all time limits, or restart them. Safe from any thread."""
@@ -276,7 +278,7 @@ class Groups:
     # -- the process -------------------------------------------------------------------------------------------------
 
     def _groups(self) -> list[GuardedProcessGroup]:
-        return [group for member in list(self._members.values()) for group in member.groups()]
+        return [group for membership in list(self._memberships.values()) for group in membership.groups()]
 
     def _tend(self) -> None:
         """Examine, on a separate thread, waits in C++ and works that nobody waits for."""
@@ -292,18 +294,18 @@ class Groups:
 
     def _order_end(self) -> None:
         """Order the end of a program that continues for a while after an error that ends it."""
-        member = self._active
-        if member is None or self.when_failed is None or self._ordered == member.group.program:
+        membership = self._active
+        if membership is None or self.when_failed is None or self._ordered == membership.group.program:
             return
-        if member.group.communicator.failed_for_s > _CAUGHT_S:
-            self._ordered = member.group.program
+        if membership.group.communicator.failed_for_s > _CAUGHT_S:
+            self._ordered = membership.group.program
             self.when_failed(self._ordered, "an error left a collective undone")
 
     def _at_exit(self) -> None:
-        member = self._active
-        if member is not None and member.key[0] == _SCRIPT:
+        membership = self._active
+        if membership is not None and membership.key[0] == _SCRIPT:
             try:
-                member.end(failed=getattr(sys, "last_value", None) is not None)
+                membership.end(failed=getattr(sys, "last_value", None) is not None)
             except CollectiveMismatchError as error:
                 print(f"distnb: {error}", file=sys.stderr)
             except BaseException as error:  # noqa: BLE001  (an exit has nobody to raise it to)
@@ -322,7 +324,7 @@ class Groups:
         The child takes no lock, since the parent's threads may hold it, and destroys nothing, since destructors would
         wait for those threads.
         """
-        if self._members:
+        if self._memberships:
             # Garbage of the parent can be the last to hold what Gloo's threads served.
             gc.freeze()
         else:
@@ -332,4 +334,4 @@ class Groups:
         self._active = None
 
 
-groups = Groups()
+memberships = Memberships()

@@ -19,12 +19,12 @@ from distnb.compat import c10d_internals
 from distnb.compat.c10d_internals import NOT_IN_GROUP, PrefixStore, Store
 from distnb.errors import CollectiveError, OptionError
 
-__all__ = ["Foreign", "TorchDistributed", "World"]
+__all__ = ["Foreign", "TorchDistributed", "TorchState"]
 
 _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state")
 
 
-class World:
+class TorchState:
     """The state of torch.distributed for one default group and its subgroups, kept while another world is current."""
 
     def __init__(self, group: Any) -> None:
@@ -33,7 +33,7 @@ class World:
         self.count = 1
 
     @classmethod
-    def of_group(cls, group: Any, store: Store, backend_name: str, backend_config: str) -> World:
+    def of_group(cls, group: Any, store: Store, backend_name: str, backend_config: str) -> TorchState:
         """Return the world of a new default group, given its store and the results of `get_backend` and its config."""
         made, name = cls(group), "0"
         made.maps["pg_map"][group] = (backend_name, store)
@@ -82,23 +82,25 @@ class TorchDistributed:
     """torch.distributed in this process."""
 
     def __init__(self) -> None:
-        self._current: World | None = None
-        self._set_aside: World | None = None
+        self._current: TorchState | None = None
+        self._set_aside: TorchState | None = None
         self._installed = False
 
-    def enter(self, world: World) -> None:
+    def enter(self, world: TorchState) -> None:
         """Make a world torch's current world."""
         if self._current is world:
             return
         if self._current is not None:
             self._current.save()
         elif dist.is_initialized():
-            self._set_aside = World(c10d_internals.world.default_pg)  # the user's own; it continues to exist, unused
+            self._set_aside = TorchState(
+                c10d_internals.world.default_pg
+            )  # the user's own; it continues to exist, unused
             self._set_aside.save()
         world.load()
         self._current = world
 
-    def set_store(self, world: World, store: Store) -> None:
+    def set_store(self, world: TorchState, store: Store) -> None:
         """Use another store in a world from now on."""
         maps = c10d_internals.world.pg_map if self._current is world else world.maps["pg_map"]
         maps[world.group] = (maps[world.group][0], store)
