@@ -22,10 +22,6 @@ from tests.servers.test_server_variables import InHouse, Worker, packer_of, serv
 
 __all__ = ["servers"]
 
-# The first ones torchmetrics cannot merge one by one, and the states of wrappers are in other metrics.
-SOME = ("MaxMetric", "PearsonCorrCoef", "BLEUScore", "MeanMetric", "BinaryAUROC", "ClasswiseWrapper", "RetrievalMRR")
-SOME = (*SOME, "FrechetInceptionDistance", "MultitaskWrapper")
-REFUSED = ("Running", "RunningMean", "RunningSum", "NormalizedRootMeanSquaredError")
 BOUNDS = [(0, 3), (3, 6), (6, 7), (7, 12)]
 
 
@@ -51,39 +47,25 @@ def counting(servers: InHouse) -> Iterator[Counting]:
         yield Counting(servers)
 
 
-def check(counting: Counting, name: str) -> None:
-    """Update the metric on workers and on the coordinator, and once more after a reset."""
-    case = metric_cases.case_of(name, metric_cases.classes()[name])
-    assert case is not None
-    make, arguments, named = case
+@pytest.mark.parametrize("name", [name for name in metric_cases.CASES if name != "a window"])
+def test_a_metric_computes_the_same_as_in_one_process(counting: Counting, name: str) -> None:
+    """Update a metric on workers and on the coordinator, and once more after a reset."""
+    make, arguments, named = metric_cases.CASES[name]
     with counting.strategy.scope():
         metric = make()
     for _ in range(2):
         alone = make()
         for number, (first, last) in enumerate(BOUNDS):
-            args = tuple(metric_cases._part(each, first, last, number) for each in arguments)
-            kwargs = {key: metric_cases._part(each, first, last, number) for key, each in named.items()}
+            args = tuple(metric_cases.part(each, first, last, number) for each in arguments)
+            kwargs = {key: metric_cases.part(each, first, last, number) for key, each in named.items()}
             alone.update(*args, **kwargs)
             if number < 3:
                 counting.schedule(lambda *args, **kwargs: metric.update(*args, **kwargs), *args, **kwargs)
             else:
                 metric.update(*args, **kwargs)
-        metric_cases._compare(metric, alone)
-        metric_cases._compare(copy.deepcopy(metric), alone)
+        metric_cases.compare(metric, alone)
+        metric_cases.compare(copy.deepcopy(metric), alone)
         metric.reset()
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_a_metric_computes_the_same_as_in_one_process(counting: Counting, name: str) -> None:
-    check(counting, name)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_every_metric_computes_the_same_as_in_one_process(counting: Counting) -> None:
-    for name, cls in metric_cases.classes().items():
-        if name not in (*metric_cases.LEFT_OUT, *REFUSED) and metric_cases.case_of(name, cls) is not None:
-            check(counting, name)
 
 
 @pytest.mark.parametrize("metric", [torchmetrics.RunningMean(), regression.NormalizedRootMeanSquaredError()])

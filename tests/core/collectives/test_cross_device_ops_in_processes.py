@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from textwrap import dedent
-from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 from tests.support.kernel import Notebook
 from tests.support.ranks import run_ranks
@@ -107,65 +104,6 @@ def test_each_algorithm_computes_the_same_as_the_default(n: int, env: dict[str, 
     """
     results = [rank.check().result for rank in run_ranks(_START + dedent(program), n, env=env, timeout_s=120)]
     assert all(result == results[0] for result in results)
-
-
-_MLP = """
-def make_model():
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10)).double()
-seeded = torch.Generator().manual_seed(5)
-inputs, labels = torch.rand(50, 64, generator=seeded).double(), torch.arange(50) % 10
-"""
-
-
-def _plain_training() -> list[torch.Tensor]:
-    names: dict[str, Any] = {"torch": torch}
-    with torch.random.fork_rng():
-        exec(_MLP, names)
-        model = names["make_model"]()
-    x, y = names["inputs"], names["labels"]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    for _ in range(3):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_training_equals_that_of_one_replica(n: int) -> None:
-    program = """
-    import torch.nn.functional as F
-    data = torch.utils.data.TensorDataset(inputs, labels)
-
-    def train(strategy, mean=False):
-        with strategy.scope():
-            model = make_model()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        def step(batch):
-            x, y = batch
-            per_example = F.cross_entropy(model(x), y, reduction="none")
-            loss = per_example.mean() if mean else distnb.nn.compute_average_loss(per_example)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        for _ in range(3):
-            for batch in strategy.distribute_dataset(data, batch_size=50):
-                strategy.run(step, args=(batch,))
-        strategy.assert_in_sync(model)
-        return [parameter.detach() for parameter in model.parameters()]
-
-    result = {name: train(distnb.MirroredStrategy(cross_device_ops=ops)) for name, ops in ALGORITHMS.items()}
-    weighted = distnb.MirroredStrategy(cross_device_ops=HierarchicalCopyAllReduce(), gradient_reduction="mean")
-    result["weighted mean"] = train(weighted, mean=True)
-    packs = ALGORITHMS["own"].sizes
-    assert len(packs) == 3 * 2, packs  # the gradients went through it, in two packs a step
-    """
-    expected = _plain_training()
-    for rank in run_ranks(_START + _MLP + dedent(program), n, timeout_s=120):
-        for name, weights in rank.check().result.items():
-            for got, want in zip(weights, expected, strict=True):
-                assert torch.allclose(got, want, rtol=1e-11, atol=1e-13), name
 
 
 def test_second_order_and_sparse_gradients_are_correct() -> None:
@@ -290,19 +228,6 @@ def test_mismatched_steps_are_detected() -> None:
     for rank in run_ranks(_START + dedent(shapes), 2):
         assert "group.pack(float32[2, 3], float32[1])" in rank.result, rank
         assert "group.pack(float32[3, 2], float32[1])" in rank.result
-
-
-def test_a_sum_and_a_mean_do_not_match() -> None:
-    program = """
-    op = "sum" if os.environ["RANK"] == "0" else "mean"
-    try:
-        distnb.MirroredStrategy().run(lambda: distnb.get_replica_context().all_reduce(op, 1.0))
-    except distnb.errors.CollectiveMismatchError as error:
-        result = str(error)
-    """
-    for rank in run_ranks(_START + dedent(program), 2):
-        assert "replica 0 called group.all_reduce(float64[], sum)" in rank.result, rank
-        assert "replica 1 called group.all_reduce(float64[], avg)" in rank.result
 
 
 def test_an_algorithm_can_use_devices_ranks_and_collectives() -> None:

@@ -3,81 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
-import torch
 
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
-
-_TRAIN = """
-import distnb
-data = torch.utils.data.TensorDataset(
-    torch.randint(0, 10, (12, 4), generator=torch.Generator().manual_seed(1)),
-    torch.randn(12, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2)),
-)
-OPTIMIZERS = {
-    "SparseAdam": lambda m: [torch.optim.SparseAdam([m[0].weight], lr=0.1), torch.optim.SGD(m[1].parameters(), lr=0.1)],
-    "SGD": lambda m: [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9)],
-    "Adagrad": lambda m: [torch.optim.Adagrad(m.parameters(), lr=0.5)],
-}
-
-def train(strategy, optimizers, accumulate=False, mean=False):
-    torch.manual_seed(0)
-    with strategy.scope():
-        model = torch.nn.ModuleList([torch.nn.Embedding(10, 3, sparse=True), torch.nn.Linear(3, 1)]).double()
-        optimizers = optimizers(model)
-
-    def loss_of(batch):
-        tokens, targets = batch
-        each = (model[1](model[0](tokens).mean(1)) - targets).square().squeeze(1)
-        return each.mean() if mean else distnb.nn.compute_average_loss(each)
-
-    def step(batch):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        if accumulate:
-            with strategy.no_sync():
-                loss_of(batch).backward()
-        loss_of(batch).backward()
-        assert model[0].weight.grad.is_sparse
-        for optimizer in optimizers:
-            optimizer.step()
-
-    for _ in range(2):
-        for batch in strategy.distribute_dataset(data, batch_size=5):
-            strategy.run(step, args=(batch,))
-    strategy.assert_in_sync(model)
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-MODES = [(name, accumulate, mean) for name in OPTIMIZERS for accumulate in (False, True) for mean in (False, True)]
-"""
-
-
-def test_sparse_gradients_train_like_one_replica_under_every_algorithm() -> None:
-    program = """
-    class Own(distnb.CrossDeviceOps):
-        def reduce_implementation(self, op, tensor, replicas):
-            return replicas.all_reduce(tensor, op)
-
-    ways = [None, distnb.HierarchicalCopyAllReduce(), distnb.ReductionToOneDevice(), Own()]
-    result = [
-        train(distnb.MirroredStrategy(cross_device_ops=ops, gradient_reduction="mean" if mean else "sum"),
-              OPTIMIZERS[name], accumulate, mean)
-        for ops in ways for name, accumulate, mean in (MODES if ops is None else MODES[::5])
-    ]
-    """
-    alone = {}
-    exec("import torch" + _TRAIN, alone)
-    one = alone["distnb"].OneDeviceStrategy("cpu:0")
-    expected = [alone["train"](one, alone["OPTIMIZERS"][name], *rest) for name, *rest in alone["MODES"]]
-    expected += 3 * expected[::5]
-    for rank in run_ranks(_TRAIN + dedent(program), 2, timeout_s=150):
-        for found, wanted in zip(rank.check().result, expected, strict=True):
-            for got, want in zip(found, wanted, strict=True):
-                assert torch.allclose(got, want, rtol=1e-10)
 
 
 def test_sparse_tensors_are_summed_and_options_of_a_call_are_applied() -> None:

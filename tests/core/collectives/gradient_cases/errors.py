@@ -47,34 +47,6 @@ def mean_losses_are_errors(r: Replica) -> None:
 
 
 @case
-def losses_that_are_no_means(r: Replica) -> None:
-    model, _ = r.make(mlp)
-    outside = nn.Linear(4, 1)
-    x = r.batch(r.size * 2)[1]
-    count = 2 * r.size
-    losses = [
-        lambda: model(x).square().sum() / count,
-        lambda: model(x).square().mean() / r.size,
-        lambda: (model(x).square().mean() + model(x).abs().mean()) * (1 / r.size),
-        lambda: model(x / x.mean()).mean(dim=1).sum() / count,
-        lambda: F.layer_norm(model(x), (3,)).sum() / count,
-        lambda: torch.stack([model(x).sum() / count, model(x).square().sum() / count]).mean(),
-        lambda: model(x).mean(dim=(0, 1)).div(r.size),
-        lambda: outside(x).mean(),
-    ]
-    for loss in losses:
-        model.zero_grad()
-        loss().backward()
-    with torch.no_grad():
-        model(x).mean()
-    one = r.batch(r.size)[1]
-    (nn.Linear(4, 1)(one) * model(one).mean(dim=1)).sum().div(r.size).backward()
-    r.use(check_mean_loss=False)
-    model, _ = r.make(mlp)
-    model(x).mean().backward()
-
-
-@case
 def unsynced_steps_are_errors(r: Replica) -> None:
     model, _ = r.make(mlp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,7 +8,7 @@ import traceback
 import pytest
 import torch
 
-from tests.core.collectives.gradient_cases import errors, mean, participation, passes, plain  # noqa: F401  (they fill CASES)
+from tests.core.collectives.gradient_cases import errors, participation, passes, plain  # noqa: F401  (they fill CASES)
 from tests.core.collectives.gradient_cases.group import NotedGroup
 from tests.core.collectives.gradient_cases.replica import CASES, Replica
 
