@@ -111,15 +111,6 @@ def layers():
     )
 
 
-def pretrained():
-    from transformers import LlamaConfig, LlamaForCausalLM, SwinConfig, SwinModel
-    config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=96, intermediate_size=164, num_attention_heads=2, vocab_size=500
-    )
-    swin = SwinConfig(image_size=32, embed_dim=48, depths=[1, 1], num_heads=[2, 4])
-    return nn.ModuleList([LlamaForCausalLM(config), SwinModel(swin)])
-
-
 def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
@@ -163,12 +154,6 @@ assert torch.equal(got.initial, expected.initial)
 assert got.first.weight is got.again.weight
 compare(Evicted)
 compare(layers)
-try:
-    import transformers
-except ImportError:
-    transformers = None
-if transformers is not None:
-    compare(pretrained)
 """
 
 
@@ -359,42 +344,3 @@ def test_values_that_nothing_has_set_are_refused(tmp_path: Path) -> None:
             "This Own was made on the meta device, and nothing has set weight, scale, mask. Load values by" in message
         )
         assert others == [True, True]
-
-
-def test_two_models_share_a_parameter() -> None:
-    """Train an embedding and a head without a common parent, like plain modules."""
-    program = """
-    import contextlib
-    import distnb
-
-    def train(scope, run):
-        torch.manual_seed(0)
-        with scope:
-            embedding, head = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11)
-            head.weight = embedding.weight
-            optimizer = torch.optim.SGD([*embedding.parameters(), head.bias], lr=0.5)
-
-        def step(tokens):
-            optimizer.zero_grad()
-            scores = head(torch.tanh(embedding(tokens)).mean(1))
-            (torch.nn.functional.cross_entropy(scores, tokens[:, 0], reduction="sum") / 12).backward()
-            optimizer.step()
-
-        tokens = torch.randint(0, 11, (12, 6), generator=torch.Generator().manual_seed(1))
-        for _ in range(3):
-            run(step, tokens)
-        return embedding, head
-
-    plain, _ = train(contextlib.nullcontext(), lambda step, tokens: step(tokens))
-    strategy = distnb.ShardedStrategy()
-
-    def run(step, tokens):
-        for batch in strategy.distribute_dataset(tokens, batch_size=12):
-            strategy.run(step, (batch,))
-
-    embedding, head = train(strategy.scope(), run)
-    assert head.weight is embedding.weight
-    torch.testing.assert_close(embedding.weight.full_tensor(), plain.weight)
-    """
-    for rank in run_ranks(program, 3):
-        rank.check()

@@ -99,7 +99,7 @@ def synchronised_batch_norm():
         distnb.nn.compute_average_loss(model(x).square().sum(dim=1)).backward()
         optimizer.step()
 
-    train(step, rows(12, 3), batch_size=6)
+    train(step, rows(11, 3), batch_size=6)
     return {"model": whole(model)}
 
 
@@ -115,4 +115,43 @@ def instance_norm():
         optimizer.step()
 
     train(step, rows(12, 6), batch_size=6)
+    return {"model": whole(model)}
+
+
+class Branched(nn.Module):
+    """A model whose norm some passes leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, x, is_normed):
+        return self.head(self.norm(x) if is_normed else x)
+
+
+@program(
+    by_slices=True,
+    cases={
+        "on some replicas": {"normed": (0, 2), "locally": False},
+        "no_sync": {"normed": (0, 1, 2), "locally": True},
+    },
+)
+def two_passes(normed, locally):
+    with strategy.scope():
+        model = Branched()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        is_normed = distnb.replica_id() in normed
+        optimizer.zero_grad()
+        loss = model(x, is_normed).square().sum() / 12
+        if locally:
+            with strategy.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+        (model(x, is_normed).square().sum() / 12).backward()
+        optimizer.step()
+
+    train(step, rows(12, 3), batch_size=6)
     return {"model": whole(model)}

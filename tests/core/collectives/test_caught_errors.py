@@ -69,17 +69,6 @@ _ENDS = {
     except KeyError:
         pass
     """,
-    "before the others come to the collective": """
-    def f():
-        if me() == 1:
-            raise KeyError("mine")
-        time.sleep(0.7)
-        step()
-    try:
-        strategy.run(f)
-    except KeyError:
-        pass
-    """,
     "and computes for ever": """
     def f():
         if me() == 0:
@@ -120,20 +109,6 @@ _ENDS = {
         except Exception:
             pass
     """,
-    "in half a step": """
-    def f():
-        net(torch.ones(1, 3)).sum().backward()
-        if me() == 0:
-            raise KeyError("mine")
-        with torch.no_grad():
-            net.weight.mul_(3)
-        distnb.get_replica_context().all_reduce("sum", torch.ones(1))
-    try:
-        strategy.run(f)
-    except KeyError:
-        pass
-    after()
-    """,
     "between two collectives, of which the others wait for the second in Gloo": """
     def f():
         dist.all_reduce(torch.ones(4))
@@ -157,21 +132,13 @@ _ENDS = {
     after()
     """,
 }
-_MISMATCHES = {
-    "a mismatch": """
+_MISMATCH = """
     try:
         dist.all_reduce(torch.ones(3 if me() else 2))
     except Exception:
         pass
     after()
-    """,
-    "a mismatch, and nothing more": """
-    try:
-        dist.all_reduce(torch.ones(3 if me() else 2))
-    except Exception:
-        pass
-    """,
-}
+"""
 # No collective is missed, and the program continues.
 _GOES_ON = {
     "on all replicas": """
@@ -182,16 +149,6 @@ _GOES_ON = {
             strategy.run(f)
         except KeyError:
             pass
-    """,
-    "where it arose": """
-    def f():
-        try:
-            if me() == 0:
-                raise KeyError("mine")
-        except KeyError:
-            pass
-        step()
-    strategy.run(f)
     """,
     "of the first call, while the others compare what they returned": """
     def f():
@@ -217,18 +174,6 @@ _GOES_ON = {
             assert me() == k % 2
     assert strategy.run(lambda: 5) == 5
     """,
-    "of calls that one replica leaves long before the others": """
-    def f(k):
-        if me() == 1:
-            raise KeyError("mine")
-        time.sleep(0.05)
-        return k
-    for k in range(4):
-        try:
-            assert strategy.run(f, args=(k,)) == k
-        except KeyError:
-            assert me() == 1
-    """,
     "of a call within a call": """
     def f():
         if me() == 0:
@@ -242,25 +187,6 @@ _GOES_ON = {
                 return 3
         return distnb.get_replica_context().merge_call(within)
     assert strategy.run(outer) == 3
-    """,
-    "outside of run, before the next collective": """
-    def f(fails):
-        if me() == 0 and fails:
-            raise KeyError("mine")
-    strategy.run(f, args=(False,))  # the replicas have seen what it returns
-    for _ in range(3):
-        try:
-            strategy.run(f, args=(True,))
-        except KeyError:
-            pass
-    """,
-    "on all replicas, in a scope": """
-    try:
-        with strategy.scope():
-            other = torch.nn.Linear(2, 2)
-            raise KeyError("all")
-    except KeyError:
-        pass
     """,
     "arguments refused on all replicas": """
     try:
@@ -298,10 +224,9 @@ def test_an_error_that_leaves_a_collective_undone_ends_the_cell_on_all_replicas(
     _next_works(session)
 
 
-@pytest.mark.parametrize("name", list(_MISMATCHES))
-def test_a_mismatch_ends_the_cell_even_if_all_replicas_catch_it(session, name):
+def test_a_mismatch_ends_the_cell_even_if_all_replicas_catch_it(session):
     with pytest.raises(CollectiveMismatchError, match=r"float32\[2\].*float32\[3\]"):
-        run_cell(session, _program(_MISMATCHES[name]), "<caught>")
+        run_cell(session, _program(_MISMATCH), "<caught>")
     _next_works(session)
 
 

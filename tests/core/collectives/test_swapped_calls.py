@@ -32,51 +32,6 @@ except Exception as error:
     result = (type(error).__name__, str(error), warned)
     memberships.program_failed()
 """
-SWAPPED = {
-    "each at its line": """
-    if first:
-        dist.all_reduce(a)
-        dist.all_reduce(b)
-    else:
-        dist.all_reduce(b)
-        dist.all_reduce(a)
-""",
-    "far apart, in a loop": """
-    for step in range(3):
-        if first:
-            dist.all_reduce(a)
-        else:
-            dist.all_reduce(b)
-        dist.all_reduce(torch.ones(3))
-        if first:
-            dist.all_reduce(b)
-        else:
-            dist.all_reduce(a)
-""",
-    "by callers of one line": """
-    if first:
-        add(a)
-        add(b)
-    else:
-        add(b)
-        add(a)
-""",
-    "broadcasts": """
-    if first:
-        dist.broadcast(a, 0)
-        dist.broadcast(b, 0)
-    else:
-        dist.broadcast(b, 0)
-        dist.broadcast(a, 0)
-""",
-}
-DOUBTFUL = """
-    for step in range(3):
-        if first:
-            dist.all_reduce(a)
-        else:
-            dist.all_reduce(b)
-"""
 FINE = """
     part = dist.new_group(list(range(dist.get_world_size())))
     if first:
@@ -107,26 +62,6 @@ FINE = """
 def ranks(body: str, size: int) -> list[Rank]:
     program = PROLOGUE.replace("warned = []", f"def run():{body}\nwarned = []")
     return [rank.check() for rank in run_ranks(program, size)]
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("how", SWAPPED)
-def test_a_different_order_ends_every_replica(how, size):
-    for rank in ranks(SWAPPED[how], size):
-        name, text, _ = rank.result
-        assert name == "CollectiveMismatchError", rank
-        assert "different order" in text
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_a_doubtful_order_is_reported_once_by_one_replica(size):
-    first, *others = ranks(DOUBTFUL, size)
-    assert not any(each.result[0] or each.result[2] for each in others), others
-    name, _, warned = first.result
-    assert not name
-    [(text, line)] = warned
-    assert f"at program.py, line {line} on replica 0" in text
-    assert "on replica" in text.partition(" and at program.py, line ")[2]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])

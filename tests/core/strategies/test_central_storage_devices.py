@@ -14,7 +14,6 @@ import torch
 import distnb
 from tests.core.strategies.test_central_storage import _PRELUDE as PRELUDE
 from tests.support.chips import CHIPS
-from tests.support.kernel import Notebook
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
@@ -207,44 +206,3 @@ def test_one_accelerator_holds_everything() -> None:
     result = rank.check().result
     assert result["placed"] == ("tpu:0", {"tpu:0"}, {"tpu:0"}, (0, 0))
     close(result["trained"], alone("adam"))
-
-
-_CELL = """
-found = train(strategy, "adam")
-with strategy.scope():
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-def step(fail=False):
-    optimizer.zero_grad()
-    model(torch.ones(2, 8)).square().sum().backward()
-    if fail and distnb.replica_id() == 1:
-        raise ValueError("before the step")
-    optimizer.step()
-    return str(model.weight.device)
-where = strategy.run(step)
-"""
-
-
-@pytest.mark.soak  # a script does the same, and test_tpu.py has engines on accelerators
-def test_a_notebook_runs_on_accelerators() -> None:
-    """Train in a cell, fail on one replica in another, and continue in the next ones."""
-    with Notebook(env=CHIPS) as notebook:
-        notebook.run("%distnb start --devices tpu", timeout_s=180)
-        notebook.run("import distnb\nstrategy = distnb.CentralStorageStrategy()", timeout_s=60)
-        notebook.run(f"%%distribute central_storage\nimport torch, distnb\n{_TRAIN}{_CELL}", timeout_s=180)
-        assert notebook.value("where") == "tpu:0"
-        close(notebook.value("found"), alone("adam"))
-        before = notebook.value("model.state_dict()['weight'].numpy().tolist()")
-        failed = notebook.try_run("%%distribute central_storage\nstrategy.run(step, args=(True,))\n")
-        assert (failed.error_name, failed.error_text) == ("ValueError", "before the step")
-        after = notebook.run("%%distribute central_storage\nwith strategy.scope():\n    pass\n")
-        assert "drifted apart" not in after.text + after.stderr, "nothing was stepped"
-        notebook.run("%%distribute central_storage\nstrategy.assert_in_sync([model, optimizer])\n")
-        assert notebook.value("model.state_dict()['weight'].numpy().tolist()") == before
-        notebook.run(
-            "%%distribute central_storage\nstrategy.run(step)\nstrategy.assert_in_sync([model, optimizer])\n"
-            "steps = int(optimizer.state[model.weight]['step'])\n"
-        )
-        assert notebook.value("steps") == 2
-        assert notebook.value("model.state_dict()['weight'].numpy().tolist()") != before

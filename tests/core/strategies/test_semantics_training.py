@@ -8,48 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from distnb.values import PerReplica
 from tests.support.ranks import Rank, run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
-
-_TRAINING = """
-import distnb, torch
-import torch.nn.functional as F
-
-def train(strategy, optimizer_name, dtype, reduction="sum", epochs=3, dropout=0.0):
-    torch.manual_seed(7)
-    torch.set_default_dtype(dtype)
-    seeded = torch.Generator().manual_seed(5)
-    inputs = torch.rand(350, 64, generator=seeded, dtype=dtype)
-    labels = (inputs @ torch.randn(64, 10, generator=seeded, dtype=dtype)).argmax(1)
-    data = torch.utils.data.TensorDataset(inputs, labels)
-    loader = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)  # the last batch has 30
-    with strategy.scope():
-        layers = torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Dropout(dropout), torch.nn.Linear(32, 10)
-        model = torch.nn.Sequential(*layers)
-        if optimizer_name == "sgd":
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        else:
-            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def step(batch):
-        x, y = batch
-        per_example = F.cross_entropy(model(x), y, reduction="none")
-        loss = distnb.nn.compute_average_loss(per_example)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    history = []
-    for epoch in range(epochs):
-        for batch in strategy.distribute_dataset(loader):
-            history.append(float(strategy.reduce("sum", strategy.run(step, args=(batch,)), axis=None)))
-    strategy.assert_in_sync(model)
-    strategy.assert_in_sync(optimizer)
-    return history, {name: value.clone() for name, value in model.state_dict().items()}
-"""
 
 
 def ranks(program: str, n: int, prelude: str = "import distnb\nstrategy = distnb.MirroredStrategy()\n") -> list[Any]:
@@ -207,17 +168,6 @@ def test_replicas_have_a_shared_and_a_separate_random_stream() -> None:
     torch.manual_seed(0)
     expected = [torch.rand(1).item() for _ in range(2)]
     assert [shared[0][1][0], shared[0][2][0]] == expected
-
-
-def test_dropout_differs_and_shuffles_do_not() -> None:
-    program = """
-    history, weights = train(distnb.MirroredStrategy(), "sgd", torch.float32, dropout=0.5)
-    masks = distnb.MirroredStrategy().run(lambda: torch.nn.functional.dropout(torch.ones(64)))
-    result = history, masks
-    """
-    found = ranks(program, 2, _TRAINING)
-    assert found[0][0] == found[1][0]
-    assert not torch.equal(found[0][1].component(0), found[1][1].component(1))
 
 
 def test_modules_made_outside_a_scope_are_refused() -> None:
@@ -388,9 +338,3 @@ def test_torchrun_code_is_left_unchanged() -> None:
     """
     first, second = ranks(program, 2)
     assert first == second
-
-
-def test_results_are_per_replica_values() -> None:
-    program = "result = strategy.run(lambda: torch.tensor(distnb.replica_id()))"
-    found = ranks(program, 2)
-    assert all(isinstance(one, PerReplica) for one in found)
