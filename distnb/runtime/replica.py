@@ -254,7 +254,7 @@ class Spmd:
                 self._runs += 1
             return self._run(fn, args, kwargs)
         except BaseException as error:
-            process.group.fail_call(error)
+            calls.fail("strategy.run", error)
             raise
         finally:
             calls.leave()
