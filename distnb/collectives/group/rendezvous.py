@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -15,7 +15,7 @@ from distnb.compat.c10d_internals import FileStore, PrefixStore, Store, TCPStore
 from distnb.errors import CollectiveError
 from distnb.topology import Team
 
-__all__ = ["Card", "StoreClient", "attempt", "exchange", "meet"]
+__all__ = ["Card", "StoreClient", "absent", "attempt", "exchange", "meet"]
 
 _CONNECT = timedelta(seconds=60)
 
@@ -134,7 +134,7 @@ def attempt(store: Store, rank: int, size: int, timeout_s: float | None = None) 
             store.set(f"begun/{proposal}", "")
         if proposal and store.check([f"begun/{proposal}"]):
             return proposal
-        check(lambda: [other for other, place in enumerate(places) if not store.check([place])])
+        check(lambda: absent(store, places))
         time.sleep(pause)
         pause = min(2 * pause, 0.01)
 
@@ -143,11 +143,11 @@ def _limited(rank: int, size: int, timeout_s: float | None, what: str) -> Callab
     """Return a function that raises CollectiveError after the time limit, given a function for the absent ranks."""
     began = time.monotonic()
 
-    def check(absent: Callable[[], list[int]]) -> None:
+    def check(absent_ranks: Callable[[], list[int]]) -> None:
         if timeout_s is not None and time.monotonic() - began > timeout_s:
-            missing = ", ".join(map(str, absent()))
             raise CollectiveError(
-                f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: {missing}."
+                f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: "
+                f"{', '.join(map(str, absent_ranks()))}."
             )
 
     return check
@@ -170,9 +170,9 @@ def meet(
     """
     limit = _limited(rank, size, timeout_s, what)
 
-    def check_both(absent: Callable[[], list[int]]) -> None:
-        check(absent)
-        limit(absent)
+    def check_both(absent_ranks: Callable[[], list[int]]) -> None:
+        check(absent_ranks)
+        limit(absent_ranks)
 
     cards = exchange(PrefixStore("card", store), rank, size, json.dumps(asdict(card)), check_both)
     return [Card(**json.loads(each)) for each in cards]
@@ -191,13 +191,14 @@ def exchange(
     """
     store.set(str(rank), value)
     keys = [str(other) for other in range(size)]
-
-    def absent() -> list[int]:
-        return [other for other, key in enumerate(keys) if not store.check([key])]
-
     pause = 0.0002
     while not store.check(keys):
-        check(absent)
+        check(lambda: absent(store, keys))
         time.sleep(pause)
         pause = min(2 * pause, 0.01)
     return [store.get(key) for key in keys]
+
+
+def absent(store: Store, keys: Sequence[str]) -> list[int]:
+    """Return the ranks whose keys, given in rank order, are not in the store yet."""
+    return [rank for rank, key in enumerate(keys) if not store.check([key])]

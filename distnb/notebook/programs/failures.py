@@ -129,7 +129,6 @@ def failing_engine(outcome: Outcome, team: Team) -> int | None:
 def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
     """Return the states in which the other replicas ended, in one line."""
     parts: dict[str, list[int]] = {}
-    stuck = [engine for engine in outcome.engines if engine not in outcome.died and engine not in outcome.replies]
     cause = outcome.replies[failed].error if failed is not None else None
     for engine in outcome.engines:
         if engine == failed:
@@ -138,7 +137,7 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
         if engine in outcome.died:
             what = f"died ({outcome.died[engine]})"
         elif reply is None:
-            what = _BUSY.format(engines=" ".join(map(str, sorted(stuck))))
+            what = _BUSY.format(engines=" ".join(map(str, sorted(outcome.stuck))))
         elif reply.error is not None:
             same = cause is not None and (cause.type_name, cause.text) == (reply.error.type_name, reply.error.text)
             what = "raised the same" if same else f"raised {reply.error.type_name}: {_shortened(reply.error.text)}"

@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 
 from distnb.cluster.worker_placement import WorkerPlacement
-from distnb.collectives.group.rendezvous import StoreClient
+from distnb.collectives.group.rendezvous import StoreClient, absent
 from distnb.collectives.shared_memory import host
 from distnb.compat.c10d_internals import PrefixStore, Store
 from distnb.errors import CollectiveError, OptionError
@@ -84,8 +84,8 @@ def meet_workers(store: Store, placement: WorkerPlacement, rank: int, replicas: 
         while not meeting.check(keys):
             if meeting.check(["refused"]):
                 raise OptionError(meeting.get("refused").decode())
-            absent = {each // replicas for each, key in enumerate(keys) if not meeting.check([key])}
-            patience.pause(", ".join(str(placement.workers[worker]) for worker in sorted(absent)))
+            late = sorted({each // replicas for each in absent(meeting, keys)})
+            patience.pause(", ".join(str(placement.workers[worker]) for worker in late))
         # A process claims its rank only now, so one that was restarted before all had arrived replaces its predecessor.
         me = f"{os.getpid()} on {host.identity()}"
         found = meeting.compare_set(f"formed/{rank}", "", me).decode()
