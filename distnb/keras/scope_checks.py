@@ -33,7 +33,7 @@ def install() -> None:
 
 def _model_method(plain: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     name = plain.__name__
-    if _has_replicas():
+    if this_process.is_one_of_several:
         _check_model(model, name, args, kwargs)
     elif name in ("fit", "evaluate", "predict"):
         bound = inspect.signature(plain).bind(model, *args, **kwargs)
@@ -43,14 +43,9 @@ def _model_method(plain: Callable[..., Any], model: Any, *args: Any, **kwargs: A
 
 
 def _adapt(plain: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    if _has_replicas():
+    if this_process.is_one_of_several:
         _check_adapt(layer, args, kwargs)
     return plain(layer, *args, **kwargs)
-
-
-def _has_replicas() -> bool:
-    process = this_process.replica
-    return process is not None and process.size > 1
 
 
 def _check_model(model: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -182,7 +182,7 @@ class Spmd:
                 raise
             finally:
                 self._in_scope = False
-                calls.leave()
+                calls.cross()
 
     def register_made(self) -> None:
         """Register the objects that scopes have made so far, on all replicas, before a call that may use them."""
@@ -257,7 +257,7 @@ class Spmd:
             calls.fail("strategy.run", error)
             raise
         finally:
-            calls.leave()
+            calls.cross()
 
     def _run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run

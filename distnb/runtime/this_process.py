@@ -66,5 +66,10 @@ class _ThisProcess:
         self.store: Store | None = None
         self.note_names: Callable[[], Callable[[], None]] = lambda: lambda: None
 
+    @property
+    def is_one_of_several(self) -> bool:
+        """True if this process is one of several replicas."""
+        return self.replica is not None and self.replica.size > 1
+
 
 this_process = _ThisProcess()

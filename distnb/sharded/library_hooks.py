@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
+from distnb.collectives.gradients.optimizer_steps import optimized
 from distnb.compat import patches, torch_internals
 from distnb.errors import ContextError
 from distnb.runtime import contexts
@@ -134,7 +135,7 @@ def _unscale(
     **kwargs: Any,
 ) -> dict[Any, torch.Tensor]:
     """Unscale the gradients of sharded parameters, and then the others. torch's function takes one kind only."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = optimized(optimizer)
     kinds = [[each for each in parameters if holds_shards(each) is kind] for kind in (True, False)]
     found: dict[Any, torch.Tensor] = {}
     for given in filter(None, kinds):

@@ -21,6 +21,7 @@ import torch
 
 from distnb.accelerators import torch_device
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
+from distnb.collectives.gradients.optimizer_steps import optimized
 from distnb.collectives.gradients.parameter_groups import AGGREGATED
 from distnb.collectives.gradients.replica_comparison import find_unlike
 from distnb.collectives.verify import callsite
@@ -277,7 +278,7 @@ class ShardedPasses:
             UnsyncedGradientError: There are gradients of this replica alone.
         """
         kind = type(optimizer).__name__
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = optimized(optimizer)
         require_values(parameters, f"the parameters of this {kind}")
         states = (value for each in parameters for value in optimizer.state.get(each, {}).values())
         require_values(states, f"the state of this {kind}")

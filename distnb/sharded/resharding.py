@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from distnb.collectives.gradients.optimizer_steps import optimized
 from distnb.compat import torch_internals
 from distnb.options import StrategySpec
 from distnb.sharded.keras import library_objects
@@ -94,7 +95,7 @@ def _tensors(parts: Mapping[str, Any]) -> dict[_Place, Any]:
             for path, parameter in part.named_parameters(remove_duplicate=False):
                 found[name, path] = parameter
         elif isinstance(part, torch.optim.Optimizer):
-            given = [each for group in part.param_groups for each in group["params"]]
+            given = optimized(part)
             for number, parameter in enumerate(given):
                 found[name, number] = parameter
                 for slot, value in part.state.get(parameter, {}).items():

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distnb.accelerators import torch_device
+from distnb.collectives.gradients.optimizer_steps import optimized
 from distnb.collectives.verify import callsite
 from distnb.errors import ContextError, OptionError
 from distnb.options import StrategySpec
@@ -256,7 +257,7 @@ def _require_operations(optimizer: torch.optim.Optimizer) -> None:
 def _divide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Replace whole tensors in an optimizer's state by this replica's parts."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = optimized(optimizer)
     state = dict(state_dict["state"])
     for number, parameter in zip(numbers, parameters, strict=False):
         if number in state:

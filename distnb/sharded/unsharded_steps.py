@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from distnb.collectives.gradients.optimizer_steps import optimized
 from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.collectives.verify import callsite
 from distnb.compat import torch_internals
@@ -28,7 +29,7 @@ def noticing() -> Iterator[None]:
         process = this_process.replica
         if noticed or process is None or process.size == 1 or process.rank > 0:
             return
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = optimized(optimizer)
         if all(map(_is_whole_everywhere, parameters)):
             noticed = True
             kind, line = type(optimizer).__name__, callsite.current()

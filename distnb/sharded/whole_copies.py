@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distnb.accelerators import device_memory
+from distnb.collectives.gradients.optimizer_steps import optimized
 from distnb.compat import torch_internals
 from distnb.runtime.this_process import this_process
 from distnb.sharded.keras import library_objects
@@ -82,7 +83,7 @@ def _tensors(value: Any, gradients: bool = True) -> Iterable[torch.Tensor]:
     if isinstance(value, torch.nn.Module):
         parameters = list(value.parameters())
     elif isinstance(value, torch.optim.Optimizer):
-        parameters = [each for group in value.param_groups for each in group["params"]]
+        parameters = optimized(value)
         states = [value.state[each] for each in parameters if each in value.state]
         inner = [part for state in states for part in state.values() if isinstance(part, torch.Tensor)]
     else:

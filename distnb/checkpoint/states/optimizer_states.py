@@ -11,6 +11,7 @@ import torch
 from distnb.checkpoint.states.base import Kind, TensorOutline, copied, described, listed
 from distnb.checkpoint.stored_tensors import StoredTensor
 from distnb.checkpoint.tensor_slices import is_sharded, read_like
+from distnb.collectives.gradients.optimizer_steps import optimized
 from distnb.values.structure import map_structure
 
 __all__ = ["Optimizers"]
@@ -46,7 +47,7 @@ class Optimizers(Kind):
 
     def restore(self, value: Any, state: Any, name: str) -> None:
         numbers = [number for group in state["param_groups"] for number in group["params"]]
-        targets = dict(zip(numbers, _parameters(value), strict=True))
+        targets = dict(zip(numbers, optimized(value), strict=True))
         # The optimizer keeps the tensors it receives, which are in the mapped file.
         tensors = {
             number: map_structure(functools.partial(_copied_like, target=targets.get(number)), kept)
@@ -56,11 +57,7 @@ class Optimizers(Kind):
         value.load_state_dict({"state": tensors} | others)
 
     def holds_shards(self, value: Any) -> bool:
-        return any(map(is_sharded, _parameters(value)))
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return any(map(is_sharded, optimized(value)))
 
 
 def _copied_like(leaf: Any, target: Any) -> Any:

@@ -25,7 +25,7 @@ from distnb.errors import UnsyncedGradientError
 if TYPE_CHECKING:
     from distnb.collectives.gradients.gradient_sync import GradientSync
 
-__all__ = ["changed_by_hand", "guard_optimizers", "note_versions", "writes"]
+__all__ = ["changed_by_hand", "guard_optimizers", "note_versions", "optimized", "writes"]
 
 
 class _Steps:
@@ -48,7 +48,7 @@ class _Steps:
         count = sum([len(group["params"]) for group in optimizer.param_groups])
         if count != self._count:
             self._count = count
-            mirrors = [(find_mirror(p), p) for p in _parameters(optimizer)]
+            mirrors = [(find_mirror(p), p) for p in optimized(optimizer)]
             self.mirrored: list[tuple[dict[int, int], int, Any]] = [
                 (mirror.group.versions, mirror.place, parameter)
                 for mirror, parameter in mirrors
@@ -102,7 +102,7 @@ def _with_global_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
     if kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    mirrors = map(find_mirror, _parameters(optimizer))
+    mirrors = map(find_mirror, optimized(optimizer))
     sync = next((sync for mirror in mirrors if mirror is not None and (sync := mirror.sync()) is not None), None)
     if not callable(closure) or sync is None or not sync.aggregates:
         return None
@@ -174,7 +174,8 @@ def _in_pass(mirror: Mirror) -> bool:
     return sync is not None and sync.in_pass
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+def optimized(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

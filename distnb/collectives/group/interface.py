@@ -96,7 +96,7 @@ class Group:
         communicator = self.process_group.communicator
         if communicator.failure is not None:
             communicator.raise_failure()
-        self.calls.enter()
+        self.calls.cross()
         return self.calls
 
     def are_equal(self, digest: int) -> bool:

@@ -49,12 +49,8 @@ class ProgramCalls:
         self.error: BaseException | None = None
         self.place = ""
 
-    def enter(self) -> None:
-        """Count the beginning of a call or a scope."""
-        self.crossed += 1
-
-    def leave(self) -> None:
-        """Count the end of a call or a scope."""
+    def cross(self) -> None:
+        """Count the beginning or the end of a call or a scope."""
         self.crossed += 1
 
     def fail(self, place: str, error: BaseException) -> None:

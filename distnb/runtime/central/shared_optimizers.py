@@ -24,7 +24,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distnb.collectives.gradients.optimizer_steps import guard_optimizers
+from distnb.collectives.gradients.optimizer_steps import guard_optimizers, optimized
 from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.collectives.group.eager import always_eager
 from distnb.compat import torch_internals
@@ -109,7 +109,7 @@ class SharedOptimizers:
         if (interrupted := self._under_way.pop(id(optimizer), None)) is not None:
             interrupted.end()
             interrupted.on_host.end()
-        if self._group().size > 1 and any(map(self._owns, _parameters(optimizer))):
+        if self._group().size > 1 and any(map(self._owns, optimized(optimizer))):
             remove = torch_internals.surround_step(optimizer, self._before_step, self._after_step)
             self._surrounded[id(optimizer)] = remove
 
@@ -119,7 +119,7 @@ class SharedOptimizers:
 
     @always_eager
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        group, parameters = self._group(), _parameters(optimizer)
+        group, parameters = self._group(), optimized(optimizer)
         divisible = type(optimizer) in _DIVISIBLE
         if divisible:
             args, kwargs = _with_closure_called(args, kwargs)
@@ -136,7 +136,7 @@ class SharedOptimizers:
             self._stepped.clear()
         on_host = OnHost(optimizer, self._variables.hosts)
         alike, mine, others = [], [], []
-        stepped = [parameter for parameter in _parameters(optimizer) if divisible and parameter.grad is not None]
+        stepped = [parameter for parameter in optimized(optimizer) if divisible and parameter.grad is not None]
         # Divide the step only if all parameters and their state are in common memory. Several variables may share a
         # page of memory: a page that a replica has written to is private to it, so it would not see owners' updates.
         divided = all(
@@ -198,7 +198,7 @@ class SharedOptimizers:
         """Adopt the Python numbers in the other owners' state, which cannot be in common memory: SparseAdam's steps."""
         optimizer, others = step.optimizer, [parameter for parameter, _ in step.others]
         if any(_numbers(optimizer, parameter) for parameter in (*step.mine, *others)):
-            parameters, owned = _parameters(optimizer), set(map(id, step.mine))
+            parameters, owned = optimized(optimizer), set(map(id, step.mine))
             own = {place: _numbers(optimizer, each) for place, each in enumerate(parameters) if id(each) in owned}
             for numbers in self._group().all_gather_object(own):
                 for place, found in numbers.items():
@@ -214,10 +214,6 @@ class SharedOptimizers:
         return id(parameter) in self._stepped.get(optimizer, ()) and all(
             self._variables.owner_of(value) is not None for value in kept
         )
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _kept(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, torch.Tensor]:

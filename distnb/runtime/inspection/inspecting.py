@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from distnb.collectives.digests import digest_of_text
+from distnb.collectives.gradients.optimizer_steps import optimized
 from distnb.compat import torch_internals
 from distnb.objects.memory.blocks import dense_tensor, is_stored
 from distnb.runtime.inspection.images import picture_of, tensor_picture
@@ -187,7 +188,7 @@ def _layer(module: torch.nn.Module, path: str, leaves: Mapping[str, Inspected], 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
     """Return this process's state of an optimizer, by the place of each parameter that it has stepped."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = optimized(optimizer)
     return {place: dict(optimizer.state[each]) for place, each in enumerate(parameters) if each in optimizer.state}
 
 

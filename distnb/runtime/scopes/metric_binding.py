@@ -82,7 +82,7 @@ def _init(plain: Callable[..., None], metric: Any, *args: Any, name: str | None 
 
 def _call(plain: Callable[..., Any], metric: Any, *args: Any, **kwargs: Any) -> Any:
     # With dist_sync_on_step the call is a collective of all replicas, so a replica without rows must not skip it.
-    if _is_one_of_several() and not metric.dist_sync_on_step and without_rows(*_own(metric, args, kwargs)):
+    if this_process.is_one_of_several and not metric.dist_sync_on_step and without_rows(*_own(metric, args, kwargs)):
         return torch.tensor(torch.nan, device=metric.device)
     return plain(metric, *args, **kwargs)
 
@@ -107,7 +107,7 @@ def _merge_groups(plain: Callable[[Any], None], collection: Any) -> None:
     # torchmetrics lets metrics share a state if their states are equal after the first batch. On replicas and in
     # workers a batch may be empty, or too small to reveal that the states differ.
     store = this_process.store
-    if not _is_one_of_several() and (store is None or not store.is_worker):
+    if not this_process.is_one_of_several and (store is None or not store.is_worker):
         plain(collection)
 
 
@@ -149,12 +149,7 @@ def aggregates_here() -> bool:
 
     Reading is then a collective of all replicas.
     """
-    return _is_one_of_several() or (this_process.replica is not None and inherited_counts.is_any_here())
-
-
-def _is_one_of_several() -> bool:
-    process = this_process.replica
-    return process is not None and process.size > 1
+    return this_process.is_one_of_several or (this_process.replica is not None and inherited_counts.is_any_here())
 
 
 def _is_shared(metric: Any) -> bool:
@@ -169,7 +164,7 @@ def _on_replicas(metric: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def update(*args: Any, **kwargs: Any) -> Any:
-        if not _is_one_of_several():
+        if not this_process.is_one_of_several:
             return plain(*args, **kwargs)
         if _is_shared(metric) and not contexts.in_replica() and not has_distributed((args, kwargs)):
             raise ContextError(

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distnb import features
-from distnb.collectives.gradients.optimizer_steps import note_versions
+from distnb.collectives.gradients.optimizer_steps import note_versions, optimized
 from distnb.collectives.gradients.parameter_groups import Identity, find_mirror
 from distnb.compat import torch_internals
 from distnb.errors import ContextError, OptionError
@@ -76,7 +76,7 @@ def parameters_of(value: Any) -> list[Any]:
         own = [parameter for _, parameter in _named(value)]
         return [*own, *(each for adopter in adopters_of(value) for each in adopter.optimizer_tensors(value))]
     if isinstance(value, torch.optim.Optimizer):
-        return [parameter for group in value.param_groups for parameter in group["params"]]
+        return optimized(value)
     return []
 
 

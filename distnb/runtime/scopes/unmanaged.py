@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distnb.collectives.gradients.optimizer_steps import optimized
 from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.compat.torch_internals import original_class
 from distnb.errors import ContextError
@@ -106,7 +107,7 @@ class UnmanagedCheck:
             return
         if innermost[1] is None or innermost[1].num_replicas_in_sync == 1:
             return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = optimized(optimizer)
         if self._stepped.get(optimizer) != len(parameters):
             self._check(f"{type(optimizer).__name__}'s parameters", parameters)
             self._stepped[optimizer] = len(parameters)

@@ -242,9 +242,9 @@ def test_an_error_that_skips_a_collective_is_the_cause_unlike_the_order_to_end(
     first.begin(1)
     second.begin(1)
     first.post(record("all_reduce(float32[3], sum)", 4))
-    calls.enter()
+    calls.cross()
     calls.fail("strategy.run", error)
-    calls.leave()
+    calls.cross()
     left = second.error_left()
     assert (left is not None and left[0] is error) == is_cause
 
@@ -365,10 +365,10 @@ def counted(size: int = 2) -> list[tuple[Verifier, ProgramCalls]]:
 
 def run(calls: ProgramCalls, error: BaseException | None = None) -> None:
     """Go through one call of `strategy.run`, which an error may leave."""
-    calls.enter()
+    calls.cross()
     if error is not None:
         calls.fail("strategy.run", error)
-    calls.leave()
+    calls.cross()
 
 
 def test_an_error_that_leaves_others_waiting_is_reported_at_its_origin():
