@@ -132,7 +132,11 @@ class Branched(nn.Module):
 @program(
     by_slices=True,
     cases={
-        "on some replicas": {"normed": (0, 2), "locally": False},
+        "on some replicas": {
+            "normed": (0, 2),
+            "locally": False,
+            "under": ("default", "one_device", "mirrored", "multi_worker", "central_storage"),
+        },
         "no_sync": {"normed": (0, 1, 2), "locally": True},
     },
 )
@@ -151,4 +155,4 @@ def passes_of_a_norm(normed, locally):
         optimizer.step()
 
     train(step, rows(12, 3), batch_size=6)
-    return {"model": whole(model)}
+    return {name: value for name, value in whole(model).items() if "num_batches" not in name}

@@ -150,8 +150,8 @@ meeting = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=tim
 meeting.set("here" + os.environ["RANK"], "")
 meeting.wait(["here0", "here1"])  # one may have loaded torch long before the other
 dist.init_process_group(timeout=timedelta(seconds=5))
-group = groups"""
-    body = PROLOGUE.replace("group = groups", begin)
+group = memberships"""
+    body = PROLOGUE.replace("group = memberships", begin)
     first, second = run_ranks(body + "result = late(sum_of)", 2)
     second.check()
     assert MISSES in first.check().result

@@ -373,7 +373,7 @@ def run(calls: ProgramCalls, error: BaseException | None = None) -> None:
 
 def test_an_error_that_leaves_others_waiting_is_reported_at_its_origin():
     (first, its), (second, others) = counted()
-    its.enter()
+    its.cross()
     error = ValueError("mine")
     run(others, error)
     assert second.error_left() is None  # no replica waits yet
@@ -391,10 +391,10 @@ def test_an_error_that_leaves_others_waiting_is_reported_at_its_origin():
 
 def test_an_error_that_skips_a_collective_is_found_at_a_later_equal_one():
     (first, its), (second, others) = counted()
-    its.enter()
+    its.cross()
     first.post(record("a"))
     run(others, ValueError("mine"))
-    others.enter()
+    others.cross()
     with pytest.raises(CollectiveMismatchError, match="An error took a replica to a later call"):
         second.post(record("a"))
     assert second.error_left() is not None
@@ -462,7 +462,7 @@ def test_arguments_refused_on_all_replicas_end_nothing():
 
 def test_a_replica_that_ends_after_an_error_is_named_with_it():
     (first, its), (second, others) = counted()
-    its.enter()
+    its.cross()
     run(others, ValueError("mine"))
     second.end(failed=False)
     assert not second.others_ended()

@@ -113,7 +113,6 @@ def test_changes_outside_an_optimizer_reach_the_stored_copy() -> None:
             tied = torch.nn.Linear(64, 40)
             tied.weight = model.weight
             lazy = torch.nn.Sequential(torch.nn.LazyLinear(40), torch.nn.BatchNorm1d(40))
-            average = torch.optim.swa_utils.AveragedModel(model)
             count = distnb.Variable(0, aggregation="only_first_replica")
             parts = distnb.Variable(10.0, synchronization="on_read", aggregation="sum")
             optimizer = torch.optim.SGD([*model.parameters(), tied.bias], lr=1e-4)
@@ -122,13 +121,12 @@ def test_changes_outside_an_optimizer_reach_the_stored_copy() -> None:
         def step_all():
             step(model, optimizer)
             step(lazy, of_lazy)
-            average.update_parameters(model)
             count.assign_add(1)
             parts.assign_add(torch.tensor(float(me + 1)))
 
         for _ in range(3):
             strategy.run(step_all)
-        strategy.assert_in_sync([model, tied, list(lazy.parameters()), average, optimizer, of_lazy])
+        strategy.assert_in_sync([model, tied, list(lazy.parameters()), optimizer, of_lazy])
         result["tied"] = tied.weight is model.weight
         result["count"], result["parts"] = int(count), float(parts)
         result["components"] = strategy.run(lambda: float(parts))  # equal: one variable has no components
@@ -148,31 +146,7 @@ def test_changes_outside_an_optimizer_reach_the_stored_copy() -> None:
             loss.backward()
             return loss
         strategy.run(lambda: optimizer.step(closure))
-        result["calls once"], result["calls"] = len(calls), calls
-        strategy.run(lambda: torch.optim.LBFGS(model.parameters(), lr=0.1).step(closure))
-        strategy.assert_in_sync(model)
-
-        # Saved and restored between strategies: each goes on as the other does.
-        mirrored, alone = distnb.MirroredStrategy(check_mean_loss=False), distnb.OneDeviceStrategy("cpu:0")
-        made = []
-
-        def restore(made):
-            for before, after in (made[:2], made[1:]):
-                for old, new in zip(before, after):
-                    new.load_state_dict(copy.deepcopy(old.state_dict()))
-
-        for each in (mirrored, strategy, alone):
-            with each.scope():
-                made.append([torch.nn.Linear(64, 40)])
-                made[-1].append(torch.optim.Adam(made[-1][0].parameters(), lr=0.1))
-        mirrored.run(step, args=made[0])
-        restore(made)
-        mirrored.run(step, args=made[0])
-        strategy.run(step, args=made[1])
-        result["restored"] = [torch.equal(a, b) for a, b in zip(made[0][0].parameters(), made[1][0].parameters())]
-        restore(made)
-        result["restored"] += [torch.equal(a, b) for a, b in zip(made[1][0].parameters(), made[2][0].parameters())]
-        result["state"] = made[2][1].state_dict()["state"][0]["step"].item()
+        result["calls once"] = len(calls)
 
         # Other memory that a program gives to a variable is shared as well.
         model.weight.data = model.weight.data * 2
@@ -191,10 +165,7 @@ def test_changes_outside_an_optimizer_reach_the_stored_copy() -> None:
         assert (result["parts"], result["components"]) == (10 + 3 * 3, 19.0)
         assert torch.equal(result["saved"], found[0]["saved"]), "averaged by the backward pass"
         assert "modified by an inplace operation" in result["outdated"]
-        assert len(result["calls"]) > 1, "LBFGS calls it any number of times"
         assert result["calls once"] == 1
-        assert all(result["restored"])
-        assert result["state"] == 2
         assert result["doubled"]
         assert "OutOfSyncError" in result["drifted"]
         assert "Linear.weight of shape [40, 64]" in result["drifted"]

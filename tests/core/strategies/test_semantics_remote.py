@@ -93,13 +93,6 @@ def test_gradient_mode_follows_the_notebook(strategy: Any) -> None:
             assert strategy.run(enabled) is False
 
 
-def test_disagreeing_replicas_are_an_error(strategy: Any) -> None:
-    with pytest.raises(ValueError, match="different structures"):
-        strategy.run(lambda: {"a": 1} if distnb.replica_id() else (1, 2))
-    found = strategy.run(lambda: None if distnb.replica_id() else 1.5)
-    assert isinstance(found, PerReplica)
-
-
 def test_errors_keep_their_types(strategy: Any) -> None:
     def fail() -> None:
         raise KeyError("mine")
@@ -317,26 +310,6 @@ def test_a_dataset_of_pipelines_can_be_resumed(strategy: Any) -> None:
     assert again.epoch == 1
     assert read(again) == following
     assert sorted(each for batch in following for each in batch) == list(range(10))
-
-
-def test_randomness_is_reproducible_and_differs_between_replicas(strategy: Any) -> None:
-    def draw() -> Any:
-        return torch.rand(2)
-
-    seen = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        seen.append([strategy.local_results(strategy.run(draw)) for _ in range(2)])
-    first, again = seen
-    assert all(torch.equal(a, b) for a, b in zip(first[0] + first[1], again[0] + again[1], strict=True))
-    assert not torch.equal(first[0][0], first[0][1])
-    assert not torch.equal(first[0][0], first[1][0])
-
-
-def test_an_outside_model_is_refused(strategy: Any) -> None:
-    model = torch.nn.Linear(1, 1)
-    with pytest.raises(RuntimeError, match=r"strategy\.scope\(\)"):
-        strategy.run(lambda: model(torch.ones(1, 1)))
 
 
 def test_strategies_of_different_sizes_coexist(strategy: Any) -> None:

@@ -321,20 +321,3 @@ def test_the_strategy_must_fit_the_program() -> None:
         assert "2 replica(s)" in one
         assert "cuda:1" in gpus
         assert count == 2
-
-
-def test_torchrun_code_is_left_unchanged() -> None:
-    program = """
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    strategy.num_replicas_in_sync
-    model = DistributedDataParallel(torch.nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
-    optimizer.step()
-    result = float(model.module.weight)
-    strategy.run(lambda: model(torch.ones(1, 1)).sum().backward() or optimizer.step())
-    strategy.assert_in_sync(model.module)
-    """
-    first, second = ranks(program, 2)
-    assert first == second
