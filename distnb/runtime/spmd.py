@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from distnb.accelerators import use
+from distnb.collectives.eager import always_eager
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
-from distnb.collectives.group.eager import always_eager
 from distnb.collectives.group.interface import Group
 from distnb.collectives.group.memberships import memberships
 from distnb.options import StrategySpec

@@ -140,7 +140,7 @@ def watch_optimizers() -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from distnb.collectives.group.eager import always_eager
+    from distnb.collectives.eager import always_eager
 
     _watching = True
     register_optimizer_step_post_hook(always_eager(_after_step))

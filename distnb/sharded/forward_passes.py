@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from distnb.collectives.group.eager import always_eager
+from distnb.collectives.eager import always_eager
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import ContextError
 from distnb.runtime import contexts

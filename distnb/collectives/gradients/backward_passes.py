@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
+from distnb.collectives.eager import always_eager
 from distnb.collectives.gradients.replicated_steps import current_step
-from distnb.collectives.group.eager import always_eager
 from distnb.compat import patches, torch_internals
 
 __all__ = ["BACKWARD_PASSES"]

@@ -16,10 +16,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distnb.collectives.digests import digest
+from distnb.collectives.eager import always_eager
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, Mirror, ParameterGroup, find_mirror
 from distnb.collectives.gradients.replica_comparison import find_unlike
-from distnb.collectives.group.eager import always_eager
 from distnb.errors import UnsyncedGradientError
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from torch.distributed import constants
 
 from distnb import activity
 from distnb.activity import Arrival
+from distnb.collectives.eager import methods_always_eager
 from distnb.collectives.group.backends import Backends
 from distnb.collectives.group.communicator import Beginning, Communicator
-from distnb.collectives.group.eager import methods_always_eager
 from distnb.collectives.group.work import DeviceWork, HostWork, Message, Staging, positive_seconds
 from distnb.collectives.shared_memory.shared_sum import SharedWork
 from distnb.collectives.verify import callsite, signature

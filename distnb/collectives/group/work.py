@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from distnb import activity
 from distnb.activity import Arrival
+from distnb.collectives.eager import methods_always_eager
 from distnb.collectives.group import exits
-from distnb.collectives.group.eager import methods_always_eager
 
 if TYPE_CHECKING:
     from distnb.collectives.group.communicator import Communicator

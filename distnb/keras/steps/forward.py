@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from distnb.checkpoint.tensor_slices import is_sharded
+from distnb.collectives.eager import always_eager
 from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.collectives.gradients.replicated_steps import replicating
-from distnb.collectives.group.eager import always_eager
 from distnb.collectives.verify import callsite
 from distnb.errors import GradientError, StructureError
 from distnb.keras import keras_internals

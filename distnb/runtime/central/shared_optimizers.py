@@ -24,9 +24,9 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from distnb.collectives.eager import always_eager
 from distnb.collectives.gradients.optimizer_steps import guard_optimizers, optimized
 from distnb.collectives.gradients.parameter_groups import find_mirror
-from distnb.collectives.group.eager import always_eager
 from distnb.compat import torch_internals
 from distnb.errors import GradientError
 from distnb.runtime.central.host_tensors import OnHost

@@ -15,9 +15,9 @@ _C = TypeVar("_C", bound=type)
 
 def methods_always_eager(cls: _C) -> _C:
     """Apply `always_eager` to every method of a class, because C++ calls them while the tracer is active."""
-    for membership in vars(cls).values():
-        if isinstance(membership, FunctionType):
-            always_eager(membership)
+    for member in vars(cls).values():
+        if isinstance(member, FunctionType):
+            always_eager(member)
     return cls
 
 
