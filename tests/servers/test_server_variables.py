@@ -74,8 +74,7 @@ class Worker:
 
     def run(self, packer: ClosurePacker, number: int, function: Any, *args: Any, **kwargs: Any) -> Any:
         closure = packer.pack(function, args, kwargs)
-        link: Any = SimpleNamespace(cell_name=lambda file: "")
-        message = self.sent.message(0, number, Fence(), closure, packer, link, lambda: 0)
+        message = self.sent.message(0, number, Fence(), closure, packer, lambda: 0)
         before = servers_here.access, dict(roles._runtimes)
         servers_here.access = self.access
         roles._runtimes.clear()

@@ -447,9 +447,6 @@ class _Link(SimpleNamespace):
     def catch_up(self) -> None:
         pass
 
-    def cell_name(self, filename: str) -> str:
-        return ""
-
     def error(self, report: ErrorReport, worker: int, name: str) -> BaseException:
         found: BaseException = pickle.loads(report.pickled)
         found.add_note(report.text)

@@ -687,7 +687,7 @@ class ClusterCoordinator:
         seed = functools.partial(self._seed_of, worker)
         closure.program = program = self._link.number()
         try:
-            message = sent.message(program, number, _fence(), closure.packed, self._packer, self._link, seed)
+            message = sent.message(program, number, _fence(), closure.packed, self._packer, seed)
             self._link.send(worker, message)
         except Exception as error:  # noqa: BLE001 - of the file system or the link
             error.add_note(f"{closure.value.name} could not be sent to worker {worker}.")

@@ -145,9 +145,6 @@ class ClusterLink(Protocol):
     def watch(self, coordinator: ClusterCoordinator) -> None:
         """Show this coordinator's progress until its closures have ended. It is called often, so it must be cheap."""
 
-    def cell_name(self, filename: str) -> str:
-        """Return the name of a cell in tracebacks from the file name in its code objects, or "" for other files."""
-
     def catch_up(self) -> None:
         """Show the workers' output so far."""
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from distnb.objects.modes.environment import Environment
 from distnb.servers.closure_messages import Fence, RunClosure
-from distnb.servers.coordinator.link import ClusterLink
 from distnb.servers.coordinator.packer import ClosurePacker, PackedClosure
+from distnb.views.wording import cell_name
 
 __all__ = ["Sent"]
 
@@ -36,7 +36,6 @@ class Sent:
         fence: Fence,
         packed: PackedClosure,
         packer: ClosurePacker,
-        link: ClusterLink,
         seed: Callable[[], int],
     ) -> RunClosure:
         """Return the message that runs a closure on the worker, with everything it lacks, and record that as sent."""
@@ -52,7 +51,7 @@ class Sent:
         sources: tuple[tuple[str, str, str], ...] = ()
         if self.sources < len(packer.sources):
             new = list(packer.sources.items())[self.sources :]
-            sources = tuple((name, text, link.cell_name(name)) for name, text in new)
+            sources = tuple((name, text, cell_name(name)) for name, text in new)
             self.sources += len(new)
         freed = tuple(packer.access.represented.freed[self.freed :])
         self.freed += len(freed)

@@ -42,7 +42,6 @@ from distnb.servers.notebook.closures_drawing import runs_text, server_texts
 from distnb.servers.notebook.coordinator_watch import CoordinatorWatch
 from distnb.servers.variables.here import servers_here
 from distnb.topology import PS, WORKER, Task
-from distnb.views.wording import cell_name
 from distnb.wire.messages import Died, ErrorReport, Hello, Output, ProgramReclaimed, Reply, Unreadable
 
 if TYPE_CHECKING:
@@ -228,10 +227,6 @@ class ClosureChannel(SessionPart):
     def watch(self, coordinator: ClusterCoordinator) -> None:
         """Show the progress of a coordinator."""
         self._front().watch(coordinator, CoordinatorWatch)
-
-    def cell_name(self, filename: str) -> str:
-        """Return a cell's name in tracebacks."""
-        return cell_name(filename)
 
     def catch_up(self) -> None:
         """Show the workers' output so far."""
