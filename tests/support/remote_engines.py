@@ -238,7 +238,7 @@ def check_secrets(notebook: Notebook, at_least: int) -> None:
         notebook: A notebook with its cluster in `cluster`.
         at_least: The least number of processes.
     """
-    secrets = notebook.value("[getattr(cluster._engines.keys, name) for name in ('client_secret', 'server_secret')]")
+    secrets = notebook.value("[getattr(cluster.engines.keys, name) for name in ('client_secret', 'server_secret')]")
     checked = 0
     for pid in processes.children_of_this_run():
         for name in ("cmdline", "environ"):

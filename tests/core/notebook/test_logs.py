@@ -27,7 +27,7 @@ def notebook() -> Iterator[Notebook]:
 
 
 def _directory(notebook: Notebook) -> Path:
-    return Path(notebook.value("str(cluster._engines.cluster.directory)"))
+    return Path(notebook.value("str(cluster.engines.cluster.directory)"))
 
 
 def _log(notebook: Notebook, process: str) -> str:
@@ -113,7 +113,7 @@ def test_an_archive_holds_the_logs_and_no_secret(notebook: Notebook, tmp_path: P
     assert "began(" in texts["stories/supervision.txt"]
     directory = _directory(notebook)
     connection = json.loads((directory / "connection.json").read_text())
-    secrets = [connection["client_secret"], notebook.value("cluster._engines.keys.server_secret")]
+    secrets = [connection["client_secret"], notebook.value("cluster.engines.keys.server_secret")]
     wait_until(lambda: (directory / "security" / "ipcontroller-client.json").exists(), 60.0, "no controller is there")
     for path in directory.glob("security/*.json"):
         secrets += [value for name, value in json.loads(path.read_text()).items() if "key" in name and value]
