@@ -24,6 +24,8 @@ def test_the_extensions_panel_follows_and_ends_a_cell_and_survives_a_reload(chro
         errors: list[str] = []
         notebook.page.on("pageerror", lambda error: errors.append(str(error.stack)))
         notebook.page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        urls: list[str] = []
+        notebook.page.on("request", lambda request: urls.append(request.url))
         panel, badge = panel_and_badge(notebook, 1)
 
         notebook.command("distnb:show-replicas")
@@ -75,6 +77,8 @@ def test_the_extensions_panel_follows_and_ends_a_cell_and_survives_a_reload(chro
         assert not [error for error in errors if "distnb" in error], errors
 
         leaves_a_picture(notebook, 3)
+        others = [url for url in urls if not url.startswith((front_end.url, "blob:", "data:"))]
+        assert others == [], "the page needs no network"
 
 
 def leaves_a_picture(notebook: OpenNotebook, index: int) -> None:
