@@ -254,7 +254,7 @@ class Spmd:
                 self._runs += 1
             return self._run(fn, args, kwargs)
         except BaseException as error:
-            calls.fail("strategy.run", error)
+            process.group.fail_call(error)
             raise
         finally:
             calls.cross()

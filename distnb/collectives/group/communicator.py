@@ -29,6 +29,7 @@ _FAILED_GRACE_S = 3.0
 _ORDER_GRACE_S = 1.5  # until the notebook has received an error and ordered the end of the other replicas
 _GRACE_S = 0.2
 _PAUSE_S = 0.002
+_CATCHING_S = 0.03  # an error that is not caught has ended its replica's program by then
 _IN_CHILD = "A forked child of a replica, such as a DataLoader's worker, cannot take part in its collectives."
 _EARLIER = "This operation belonged to an earlier generation of the process group, which was aborted."
 
@@ -271,6 +272,54 @@ class Communicator:
             self._poll(ready, number)
         finally:
             activity.end()
+
+    def meet(self, record: CollectiveRecord) -> list[str] | None:
+        """Post the end of a call of `run`, and wait until all replicas have posted it.
+
+        Replicas that do not share memory do not wait here: their reports are slow.
+
+        Returns:
+            The content of each replica's record; [] if it is unknown. None if an error has left the call on another
+            replica: this one's post is then withdrawn.
+        """
+        with self.posting:
+            number = self.post(record)
+        verifier, shared, since = self.verifier, self.shared, 0.0
+        if verifier is None or shared is None:
+            return []
+        shared.announce_news()
+        activity.begin(
+            "collective", activity.Arrival(at=activity.clock(), group=self.name, number=number, what=record.operation)
+        )
+        try:
+            while True:
+                news = shared.news()
+                try:
+                    with self.posting:
+                        absent = verifier.absent_from(number)
+                        if not absent:
+                            return verifier.contents(number)
+                        if since and time.monotonic() - since > _CATCHING_S and not verifier.count("failed"):
+                            verifier.withdraw(number)
+                            return None
+                except CollectiveError as error:
+                    self.fail(error)
+                    self.raise_failure()
+                if verifier.is_void(number):
+                    since = since or time.monotonic()
+                    self.examine(number)
+                    time.sleep(_PAUSE_S)
+                else:
+                    shared.await_news(absent[0], news[absent[0]], self, number)
+        finally:
+            self.waited()
+            activity.end()
+
+    def report_failed_call(self) -> None:
+        """Report that an error leaves a call of `run` on this replica, for those that wait in `meet`."""
+        if self.verifier is not None and self.shared is not None:  # others are in Gloo, and cannot withdraw
+            self.verifier.report_failed_call()
+            self.shared.announce_news()
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for an act of another replica that is no collective."""

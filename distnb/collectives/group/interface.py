@@ -15,7 +15,6 @@ from distnb.collectives.group.process_group import OWN, GuardedProcessGroup
 from distnb.collectives.shared_memory.shared_sum import GATHER, SharedWork
 from distnb.collectives.verify.program_calls import ProgramCalls
 from distnb.collectives.verify.signature import Key, of_tensors
-from distnb.collectives.verify.verifier import RESULTS
 from distnb.compat.c10d_internals import (
     AllgatherOptions,
     AllreduceOptions,
@@ -99,11 +98,20 @@ class Group:
         self.calls.cross()
         return self.calls
 
-    def are_equal(self, digest: int) -> bool:
-        """Return whether the digests of what the function of `strategy.run` has returned are equal on all replicas."""
-        mine = torch.tensor(digest - 2**63, dtype=torch.int64)
-        digests = self._all_gather(of_tensors(RESULTS, None, None, ()), mine)
-        return len(set(map(int, digests))) == 1
+    def fail_call(self, error: BaseException) -> None:
+        """Note an error that leaves a call of `strategy.run`, and report it to the others, which may wait there."""
+        self.calls.fail("strategy.run", error)
+        self.process_group.communicator.report_failed_call()
+
+    def meet_after_call(self, digest: int) -> bool | None:
+        """Wait until `strategy.run` has returned from the function on all replicas.
+
+        Returns:
+            Whether the digests of the results are equal on all of them. If this is unknown, False. None if the function
+            has raised on a replica, which does not come here.
+        """
+        contents = self.process_group.meet(of_tensors("strategy.run's result", None, None, ()), f"{digest:x}")
+        return None if contents is None else len(set(contents)) == 1
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "sum") -> Tensor:
         """Replace each replica's tensor by the "sum" ("mean", "max", "min") of all, and return it."""
@@ -145,9 +153,7 @@ class Group:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return every replica's tensor, in replica order. Shape and dtype must be the same everywhere."""
-        return self._all_gather(of_tensors(OWN + "all_gather", None, None, [tensor]), tensor)
-
-    def _all_gather(self, key: Key, tensor: Tensor) -> list[Tensor]:
+        key = of_tensors(OWN + "all_gather", None, None, [tensor])
         in_memory = self.process_group.start_in_memory(key, tensor, GATHER)
         if in_memory is not None:
             return in_memory.result()

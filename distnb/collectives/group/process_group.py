@@ -8,6 +8,7 @@ an earlier cell stays usable.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -361,6 +362,11 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def note(self, key: Key) -> int:
         """Record an action that all replicas must take alike although it does not communicate. Return its number."""
         return self._enter(signature.record(key), None, lambda current, backends, arrival: None)[1]
+
+    def meet(self, key: Key, content: str) -> list[str] | None:
+        """Wait until all replicas have called this after a call of `run`; see `Communicator.meet`."""
+        current, _ = self.ready()
+        return current.meet(replace(signature.record(key), content=content))
 
     # -- collectives -------------------------------------------------------------------------------------------------
 

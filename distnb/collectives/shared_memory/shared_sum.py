@@ -3,7 +3,7 @@
 Each replica has a header and an area that only it writes to:
 
     collective log │ header 0 │ header 1 │ … │ area 0 │ area 1 │ …
-    header         posted │ done │ (unused) │ offsets of 256 slots
+    header         posted │ done │ news │ (unused) │ offsets of 256 slots
     area           tensors, each at the beginning of a cache line
 
 To reduce a tensor, a replica copies it to its area, writes its offset to the header, and then raises `posted`. It waits
@@ -57,7 +57,7 @@ _LINE = 64
 _AREA_NBYTES = 2**30  # of addresses: a page takes memory once it is written to
 _MOST_NBYTES = 16 * 2**20
 _SLOTS = 256  # the number of operations that a replica may have under way
-_POSTED, _DONE, _OFFSETS = 0, 1, 16  # the number of words in a replica's header
+_POSTED, _DONE, _NEWS, _OFFSETS = 0, 1, 2, 16  # the number of words in a replica's header
 _WORDS = _OFFSETS + _SLOTS
 _HEADER_NBYTES = -(-4 * _WORDS // _LINE) * _LINE
 _KNOWN_VIEWS = 256
@@ -161,6 +161,21 @@ class SharedSum:
                 )
             slowest = min(self._others, key=lambda rank: self._words[rank][_DONE])
             self._sleep(slowest, _DONE, self._words[slowest][_DONE], communicator, number)
+
+    # News in the collective log ------------------------------------------------------------------------------
+
+    def announce_news(self) -> None:
+        """Wake the replicas that wait for this one's reports in the collective log."""
+        self._words[self._me][_NEWS] += 1
+        _syscall(_SYS_FUTEX, self._addresses[self._me] + 4 * _NEWS, _FUTEX_WAKE, self.size, None, None, 0)
+
+    def news(self) -> list[int]:
+        """Return each replica's count of reports."""
+        return [words[_NEWS] for words in self._words]
+
+    def await_news(self, rank: int, seen: int, communicator: Communicator, number: int) -> None:
+        """Wait until a replica's count of reports is no longer `seen`, or a slice of time is over."""
+        self._sleep(rank, _NEWS, seen, communicator, number)
 
     # Reading -------------------------------------------------------------------------------------------------
 

@@ -6,14 +6,15 @@ a copy, and the store keeps the copies equal (`replicated_log.py`).
 Each replica writes to its own part only, so no lock is needed. A part is a header and a ring of slots:
 
     header   program │ phase │ last number │ wait: length, text │ trouble: length, text │ end of data │ failed programs
-    slot     number │ key (40 bytes) │ program │ errors │ crossed │ length │ operation \\0 place
+             │ failed calls
+    slot     number │ key (40 bytes) │ program │ errors │ crossed │ length │ operation \\0 content \\0 place
              └────────── compared at once by `same` ──────────┘
 
 Collective n is in slot n % RING. A writer fills the slot first and writes its number last, and a reader that finds
 another number there knows that the slot is not posted yet, or was overwritten. For example, replica 1 is in program 4
 and calls its 17th collective, `all_reduce(float32[10], sum)` in line 3 of cell 8. Its slot 17 becomes
 
-    17 │ digests of the signature and the line │ 4 │ 0 │ 1 │ 43 │ all_reduce(float32[10], sum)\\0cell 8, line 3
+    17 │ digests of the signature and the line │ 4 │ 0 │ 1 │ 44 │ all_reduce(float32[10], sum)\\0\\0cell 8, line 3
 
 and then its header's last number becomes 17. Replica 0, which is about to enter its own collective 17, compares the
 first bytes of both slots 17. If they are equal, nothing else is read.
@@ -46,8 +47,8 @@ __all__ = [
 RING: Final = 2048
 """The number of collectives that a replica remembers. It never gets further ahead of the others than that."""
 
-# A header: program, phase, last number; a wait and a trouble, each with its length before it; an end of data; and
-# the latest programs that failed.
+# A header: program, phase, last number; a wait and a trouble, each with its length before it; an end of data; the
+# latest programs that failed, and the latest calls of `run` that raised.
 _HEADER = struct.Struct("<QQQ")
 _NUMBER = struct.Struct("<Q")
 _WAIT_AT: Final = _HEADER.size
@@ -59,7 +60,8 @@ _DATA_END = struct.Struct("<QQ")
 _FAILED_AT: Final = _DATA_END_AT + _DATA_END.size
 # A replica may begin this many more programs before those that it failed are ended on the others, and fail them, too.
 _FAILED = struct.Struct("<16Q")
-HEADER_NBYTES: Final = _FAILED_AT + _FAILED.size
+_FAILED_CALLS_AT: Final = _FAILED_AT + _FAILED.size
+HEADER_NBYTES: Final = _FAILED_CALLS_AT + _FAILED.size
 # A slot: number, the record's key, program, position, length of text, text. Fields compared at once are adjacent.
 SLOT_NBYTES: Final = 256
 KEY_NBYTES: Final = 40
@@ -116,16 +118,18 @@ class CollectiveRecord:
         key: Digests, 8 bytes each: of the signature, then the call site's identity (see `callsite.CallSite`).
         operation: The signature for people.
         place: The innermost line for people.
+        content: A digest of this replica's data, which may differ between replicas.
     """
 
     key: bytes
     operation: str
     place: str
+    content: str = ""
 
     @cached_property
     def stored(self) -> bytes:
-        """The operation and the place as bytes of the log, after their length."""
-        text = f"{self.operation}\0{self.place}".encode()[: SLOT_NBYTES - _TEXT_AT]
+        """The operation, the content and the place as bytes of the log, after their length."""
+        text = f"{self.operation}\0{self.content}\0{self.place}".encode()[: SLOT_NBYTES - _TEXT_AT]
         return _NUMBER.pack(len(text)) + text
 
     @property
@@ -196,6 +200,12 @@ class CollectiveLog:
         """Report that this replica's newest collective has that number."""
         _NUMBER.pack_into(self.memory, self._mine + 16, number)
 
+    def withdraw(self, number: int) -> None:
+        """Remove this replica's newest collective, of that number, whose number another one will have."""
+        at = self._slot(self.me, number)
+        self.memory[at : at + 8] = _NUMBER.pack(0)
+        self.advance(number - 1)
+
     def read(self, replica: int, number: int) -> tuple[CollectiveRecord, int] | None:
         """Return a replica's collective of that number and its program; None if it is not posted, or overwritten."""
         at = self._slot(replica, number)
@@ -204,8 +214,8 @@ class CollectiveLog:
             return None
         program, length = _NUMBER.unpack_from(slot, _KEY_END)[0], _NUMBER.unpack_from(slot, _TEXT_AT - 8)[0]
         text = slot[_TEXT_AT : _TEXT_AT + length].decode(errors="replace")
-        operation, _, place = text.partition("\0")
-        return CollectiveRecord(slot[8:_KEY_END], operation, place), program
+        operation, content, place = (*text.split("\0", 2), "", "")[:3]
+        return CollectiveRecord(slot[8:_KEY_END], operation, place, content), program
 
     def position(self, replica: int, number: int) -> Position:
         """Return a replica's position at its collective of that number, which must not be overwritten."""
@@ -225,8 +235,7 @@ class CollectiveLog:
     def set_phase(self, program: int, phase: Phase) -> None:
         """Report this replica's program, and its phase in it."""
         if phase == "failed":
-            *others, _ = _FAILED.unpack_from(self.memory, self._mine + _FAILED_AT)
-            _FAILED.pack_into(self.memory, self._mine + _FAILED_AT, program, *others)
+            self._add_failed(_FAILED_AT, program)
         # In this order, so that a new program is never seen in the phase in which the last one ended.
         _NUMBER.pack_into(self.memory, self._mine + 8, _PHASES.index(phase))
         _NUMBER.pack_into(self.memory, self._mine, program)
@@ -243,6 +252,19 @@ class CollectiveLog:
     def has_failed(self, replica: int, program: int) -> bool:
         """Return whether a program has failed on a replica, which may have begun later ones."""
         return program in _FAILED.unpack_from(self.memory, replica * _PART_NBYTES + _FAILED_AT)
+
+    def set_failed_call(self, program: int, crossed: int) -> None:
+        """Report that an error has left a call of `run` of a program on this replica (`crossed`: see `Position`)."""
+        self._add_failed(_FAILED_CALLS_AT, _call(program, crossed))
+
+    def has_failed_call(self, replica: int, program: int, crossed: int) -> bool:
+        """Return whether an error has left a call of `run` of a program on a replica."""
+        at = replica * _PART_NBYTES + _FAILED_CALLS_AT
+        return _call(program, crossed) in _FAILED.unpack_from(self.memory, at)
+
+    def _add_failed(self, at: int, number: int) -> None:
+        *others, _ = _FAILED.unpack_from(self.memory, self._mine + at)
+        _FAILED.pack_into(self.memory, self._mine + at, number, *others)
 
     def set_trouble(self, trouble: Trouble | None) -> None:
         """Report an error to the other replicas, or withdraw the report."""
@@ -286,6 +308,10 @@ class CollectiveLog:
         at += replica * _PART_NBYTES
         length = _NUMBER.unpack_from(self.memory, at)[0]
         return bytes(self.memory[at + 8 : at + 8 + length]).decode(errors="replace")
+
+
+def _call(program: int, crossed: int) -> int:
+    return program << 24 | crossed & 0xFFFFFF
 
 
 def create_memory(size: int, extra: int = 0) -> tuple[mmap.mmap, int]:

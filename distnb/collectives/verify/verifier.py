@@ -25,10 +25,7 @@ from distnb.collectives.verify.collective_log import (
 from distnb.collectives.verify.program_calls import ProgramCalls
 from distnb.errors import CollectiveError, CollectiveMismatchError
 
-__all__ = ["RESULTS", "Verifier"]
-
-RESULTS: Final = "group.results"
-"""The name of the comparison after the function of `strategy.run` has returned."""
+__all__ = ["Verifier"]
 
 _ADVICE: Final = (
     "Every replica must call the same collectives, in the same order, with tensors of the same shape and dtype."
@@ -37,6 +34,7 @@ _EVEN: Final = (
     "Give all replicas equally many batches: distribute_dataset cuts each batch for all of them, and "
     "distribute_datasets_from_function goes on with empty ones until the longest pipeline has ended."
 )
+_RETURNED: Final = "strategy.run's result("  # the comparison after the function of `run` has returned
 _ADVICE_ON: Final = {  # by a part of the operation's name
     ".step(": "Under central storage call step() on all replicas together: each updates some variables for all.",
     ".scope(": "Enter strategy.scope() on all replicas: objects made in it become equal on all of them. Make objects "
@@ -44,7 +42,7 @@ _ADVICE_ON: Final = {  # by a part of the operation's name
     ".build(": "Call a model that creates parameters in strategy.run on all replicas, also with an empty slice: its "
     "parameters are made equal on all of them.",
     "running statistics(": "Run a BatchNorm in training mode on all replicas, or call eval() on its model first.",
-    f"{RESULTS}(": "Return early from the function on all replicas, or only after its last collective.",
+    _RETURNED: "Return early from the function on all replicas, or only after its last collective.",
 }
 _AHEAD: Final = RING - 64
 _REFUSED: Final = bytes(KEY_NBYTES)  # the key of a collective whose arguments were refused after it was posted
@@ -170,7 +168,7 @@ class Verifier:
                 if self.log.position(rank, min(self._compared[rank] + 1, self.number)).errors != mine.errors:
                     return error, str(mismatch)
             else:
-                if self.log.last(rank) < number:
+                if self.log.last(rank) < number or self.is_void(number, rank):
                     continue
                 other = self.log.position(rank, number)
                 if other.errors != mine.errors and other.crossed < mine.crossed:
@@ -247,6 +245,52 @@ class Verifier:
             self._refused = number
             self._compared = [min(compared, number - 1) for compared in self._compared]
 
+    # -- the ends of calls of `run` ----------------------------------------------------------------------------------
+    #
+    # When a call has returned, the replicas may compare its results, which is no collective of the program's. If an
+    # error leaves the call on a replica, that replica reports this and goes on; the others withdraw the comparison, if
+    # they share memory, where they wait outside of Gloo:
+    #
+    #     replica 0                                 replica 1
+    #     the call raises: reports failed call 1    the call returns: posts "strategy.run's result" as collective 7
+    #     posts all_reduce as collective 7          sees that call 1 failed there: withdraws its collective 7
+    #                                               posts all_reduce as collective 7
+
+    def report_failed_call(self) -> None:
+        """Report that an error leaves the current call of `run` on this replica."""
+        self.log.set_failed_call(self.program, self._calls.position.crossed)
+
+    def is_void(self, number: int, rank: int | None = None) -> bool:
+        """Return whether a replica (this one by default) posted the results of a call that has raised elsewhere."""
+        poster = self.log.me if rank is None else rank
+        posted = self.log.read(poster, number)
+        if posted is None or not posted[0].operation.startswith(_RETURNED):
+            return False
+        crossed = self.log.position(poster, number).crossed
+        return any(self.log.has_failed_call(other, posted[1], crossed) for other in range(self.log.size))
+
+    def absent_from(self, number: int) -> list[int]:
+        """Return the ranks that have not posted the same under that number, as far as their posts have arrived.
+
+        Raises:
+            CollectiveError: One called something else.
+        """
+        for rank in self._peers:
+            self._catch_up(rank)
+        return [rank for rank in self._peers if self._compared[rank] < number]
+
+    def contents(self, number: int) -> list[str]:
+        """Return the content that each replica has posted under that number."""
+        return [
+            posted[0].content if posted else "" for posted in (self.log.read(r, number) for r in range(self.log.size))
+        ]
+
+    def withdraw(self, number: int) -> None:
+        """Withdraw this replica's newest collective. The next one gets its number."""
+        self.log.withdraw(number)
+        self.number = number - 1
+        self._compared = [min(compared, number - 1) for compared in self._compared]
+
     # -- programs --------------------------------------------------------------------------------------------------
 
     def begin(self, program: int) -> None:
@@ -311,6 +355,8 @@ class Verifier:
             self._compare_again(number, rank)
             program, _, last = self.log.phase(rank)
             phase = self.phase(rank)
+            if phase != "failed" and self.is_void(number):
+                continue
             if phase == "failed" and (last < number or self._is_of_later_program(rank, number)):
                 failed.append(rank)
             elif phase == "ended" and last < number:
@@ -365,6 +411,8 @@ class Verifier:
                 mine = log.read(log.me, number)
                 # If one is overwritten, the replica that came later has compared them.
                 if mine is not None and other is not None:
+                    if self._is_one_void(number, rank, other):
+                        break
                     refused = mine[0].key == _REFUSED, other[0].key == _REFUSED
                     if refused == (True, False) or (number == entering and refused == (False, True)):
                         break
@@ -376,8 +424,14 @@ class Verifier:
         """Compare a record that changed after it was compared, because its replica's arguments were refused."""
         if self._compared[rank] >= number and not self.log.same(rank, number):
             mine, other = self.log.read(self.log.me, number), self.log.read(rank, number)
-            if mine is not None and other is not None and mine[0].signature != other[0].signature:
+            if mine is None or other is None or mine[0].signature == other[0].signature:
+                return
+            if not self._is_one_void(number, rank, other):
                 self._compare(number, mine, rank, other)
+
+    def _is_one_void(self, number: int, rank: int, other: tuple[CollectiveRecord, int]) -> bool:
+        """Return whether this replica's post or another's, which was read before, will be or has been withdrawn."""
+        return self.is_void(number) or self.is_void(number, rank) or self.log.read(rank, number) != other
 
     def _compare(
         self, number: int, mine: tuple[CollectiveRecord, int], rank: int, other: tuple[CollectiveRecord, int]
@@ -489,7 +543,7 @@ class Verifier:
 
 def _did(record: CollectiveRecord) -> str:
     """Describe a replica's collective."""
-    if record.operation.startswith(RESULTS):
+    if record.operation.startswith(_RETURNED):
         return f"has returned from the function of strategy.run at {record.place}"
     return f"called {record.operation} at {record.place}"
 

@@ -86,7 +86,9 @@ class Agreement:
         values = [digest_of_text(_describe(kind, leaf)) for kind, leaf in zip(kinds, leaves, strict=True)]
         own = (structure, kinds, values, list(map(_held, leaves)), batch)
         try:
-            is_equal = group.are_equal(digest_of_text(repr(own)))
+            is_equal = group.meet_after_call(digest_of_text(repr(own)))
+            if is_equal is None:  # the function has raised on a replica, which may have caught the error
+                return _wrap(group, shape, leaves, plain, unlike)
             gathered = [own] * group.size if is_equal else group.all_gather_object(own)
         except CollectiveMismatchError as error:
             error.add_note(

@@ -140,7 +140,7 @@ class Branched(nn.Module):
         "no_sync": {"normed": (0, 1, 2), "locally": True},
     },
 )
-def passes_of_a_norm(normed, locally):
+def two_passes(normed, locally):
     with strategy.scope():
         model = Branched()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -148,9 +148,12 @@ def passes_of_a_norm(normed, locally):
     def step(x):
         is_normed = distnb.replica_id() in normed
         optimizer.zero_grad()
+        loss = model(x, is_normed).square().sum() / 12
         if locally:
             with strategy.no_sync():
-                (model(x, is_normed).square().sum() / 12).backward()
+                loss.backward()
+        else:
+            loss.backward()
         (model(x, is_normed).square().sum() / 12).backward()
         optimizer.step()
 

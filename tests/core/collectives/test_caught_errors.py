@@ -121,17 +121,6 @@ _ENDS = {
         pass
     after()
     """,
-    "around a call whose results the others compare": """
-    def f():
-        if me() == 0:
-            raise KeyError("mine")
-        return 5
-    try:
-        strategy.run(f)
-    except KeyError:
-        pass
-    after()
-    """,
     "in a scope": """
     try:
         with strategy.scope():
@@ -160,6 +149,44 @@ _GOES_ON = {
             strategy.run(f)
         except KeyError:
             pass
+    """,
+    "of the first call, while the others compare what they returned": """
+    def f():
+        if me() == 0:
+            raise KeyError("mine")
+        return torch.ones(1)
+    try:
+        value, = strategy.local_results(strategy.run(f))
+        assert value.tolist() == [1.0]
+    except KeyError:
+        assert me() == 0
+    """,
+    "of a call that returns plain values elsewhere": """
+    def f(k):
+        if me() == k % 2:
+            raise KeyError("mine")
+        time.sleep(0.02 * k)
+        return k
+    for k in range(4):
+        try:
+            assert strategy.run(f, args=(k,)) == k
+        except KeyError:
+            assert me() == k % 2
+    assert strategy.run(lambda: 5) == 5
+    """,
+    "of a call within a call": """
+    def f():
+        if me() == 0:
+            raise KeyError("mine")
+        return 3
+    def outer():
+        def within(strategy):
+            try:
+                return strategy.run(f)
+            except KeyError:
+                return 3
+        return distnb.get_replica_context().merge_call(within)
+    assert strategy.run(outer) == 3
     """,
     "arguments refused on all replicas": """
     try:

@@ -54,11 +54,12 @@ def test_a_replica_that_returned_early_is_named():
     first, second = replicas()
     first.post(record("all_reduce(float32[3], sum)", 4))
     with pytest.raises(CollectiveMismatchError) as caught:
-        second.post(record("group.results()", 7))
+        second.post(record("strategy.run's result()", 7))
     assert "replica 0 called all_reduce(float32[3], sum) at cell, line 4; replica 1 has returned from the " in str(
         caught.value
     )
     assert "function of strategy.run at cell, line 7" in str(caught.value)
+    assert "result()" not in str(caught.value)
     assert "Return early from the function on all replicas" in str(caught.value)
 
 
