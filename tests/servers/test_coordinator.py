@@ -238,10 +238,14 @@ def test_the_end_of_a_dataset_is_an_error_for_next_and_ends_a_for_loop(coordinat
     dataset = coordinator.create_per_worker_dataset(lambda: range(3))
     assert coordinator.schedule(lambda it: sum(it), args=(iter(dataset),)).fetch() == 3
     iterator = iter(dataset)
-    for _ in range(8):
-        coordinator.schedule(lambda it: next(it), args=(iterator,))
-    with pytest.raises(EndOfDataset, match="repeat"):
+
+    def read_on() -> None:
+        for _ in range(8):
+            coordinator.schedule(lambda it: next(it), args=(iterator,))  # may raise the error of an earlier one
         coordinator.join()
+
+    with pytest.raises(EndOfDataset, match="repeat"):
+        read_on()
 
 
 def test_shuffles_differ_between_workers_and_follow_the_seed(coordinator: ClusterCoordinator) -> None:
