@@ -71,7 +71,8 @@ def read_options(line: dict[str, Any], user_ns: Mapping[str, Any]) -> OtherMachi
         OptionError: The options contradict each other, or are invalid.
     """
     names = {"launcher", *(name for takes in _TAKES.values() for name in takes)}
-    given = {name: value for name in sorted(names) if (value := line.pop(name)) not in (None, False, [])}
+    read = {name: line.pop(name) for name in sorted(names)}
+    given = {name: value for name, value in read.items() if not (value is None or value is False or value == [])}
     launcher = given.pop("launcher", None)
     if "resolver" in given:
         given["resolver"] = _resolver(given["resolver"], user_ns)

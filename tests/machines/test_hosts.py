@@ -71,6 +71,12 @@ def test_named_machines() -> None:
     assert mpi.way(hosts_of(mpi)) == Way(MpiexecTransport, (("--mca", "x", "y"),))
 
 
+def test_a_zero_on_a_line_is_a_value() -> None:
+    on = read_line("--ray --cpus-per-engine 0 --gpus-per-engine 0.5 --wait 0")
+    assert isinstance(on, Ray)
+    assert (on.cpus_per_engine, on.gpus_per_engine, on.wait) == (0, 0.5, 0)
+
+
 def test_the_number_of_engines_on_each_machine() -> None:
     assert hosts_of(SSH(["a:4", "me@b:2"])).per_host == {"a": 4, "me@b": 2}
     assert hosts_of(SSH("a:4,b")) == HostOptions(hosts=("a", "b"), per_host={"a": 4})
