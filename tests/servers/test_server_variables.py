@@ -109,7 +109,7 @@ def strategy(servers: InHouse) -> Any:
 
 def packer_of(strategy: Any) -> ClosurePacker:
     registration = strategy.runtime.registration
-    return ClosurePacker(lambda: registration.roots, registration.access, registration.take)
+    return ClosurePacker(lambda: registration.roots, registration.access, registration.register_model)
 
 
 def test_variables_are_placed_on_servers_in_turn(strategy: Any) -> None:

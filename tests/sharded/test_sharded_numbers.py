@@ -63,7 +63,7 @@ def test_groups_precision_and_compiled_blocks() -> None:
 
         def apart(model):
             pairs = zip(model.parameters(), expected.parameters(), strict=True)
-            return max(float((whole(ours) - theirs).abs().max()) for ours, theirs in pairs)
+            return max(float((whole(ours) - theirs.detach()).abs().max()) for ours, theirs in pairs)
 
         expected = train(distnb.OneDeviceStrategy("cpu:0"))
         model = train(distnb.ShardedStrategy(min_size=0, replicas_per_group=2))

@@ -7,7 +7,7 @@ comparing the copy with the value that it read (`base`). Only changes are sent. 
     tensor 12        this process has added 2
     server 15        workers have added 5
 
-`Copy.take` makes `base` 15 and `tensor` 17. `KeptCopies.send_changes` then sends "assign 17 if the version is the one
+`Copy.merge` makes `base` 15 and `tensor` 17. `KeptCopies.send_changes` then sends "assign 17 if the version is the one
 that I read". If the server has a newer version by then, it sends the difference instead: "add 2".
 """
 

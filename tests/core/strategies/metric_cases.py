@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torchmetrics
 from torchmetrics import aggregation, classification, clustering, image, nominal, regression, retrieval, text
+from torchmetrics.image.fid import FrechetInceptionDistance
 
 ROWS = 12
 
@@ -60,9 +61,8 @@ CASES: dict[str, Case] = {
     "texts": (lambda: text.BLEUScore(n_gram=2), (_TEXTS, [[each] for each in _OTHERS]), {}),
     "words": (text.WordErrorRate, (_TEXTS, _OTHERS), {}),
     "images": (lambda: image.PeakSignalNoiseRatio(data_range=1.0), _IMAGES, {}),
-    "a range that update finds": (image.PeakSignalNoiseRatio, _IMAGES, {}),
     "a flag of each batch": (
-        lambda: image.FrechetInceptionDistance(feature=_Pixels(), normalize=True),
+        lambda: FrechetInceptionDistance(feature=_Pixels(), normalize=True),
         _IMAGES[:1],
         {"real": [True, False]},
     ),
