@@ -114,8 +114,9 @@ types: $(VENV)/.made-test
 imports: $(VENV)/.made-test
 	$(BIN)/lint-imports
 
-# Each file's tests run in one worker, those that start processes first.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Each file's tests run in one worker, those that start processes first. A worker that dies ends the run: with loadfile,
+# pytest-xdist would wait forever for the tests that it had.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 tests: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 	$(PYTEST) $(ARGS)
