@@ -140,7 +140,7 @@ class Branched(nn.Module):
         "no_sync": {"normed": (0, 1, 2), "locally": True},
     },
 )
-def two_passes(normed, locally):
+def passes_of_a_norm(normed, locally):
     with strategy.scope():
         model = Branched()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -148,12 +148,9 @@ def two_passes(normed, locally):
     def step(x):
         is_normed = distnb.replica_id() in normed
         optimizer.zero_grad()
-        loss = model(x, is_normed).square().sum() / 12
         if locally:
             with strategy.no_sync():
-                loss.backward()
-        else:
-            loss.backward()
+                (model(x, is_normed).square().sum() / 12).backward()
         (model(x, is_normed).square().sum() / 12).backward()
         optimizer.step()
 
