@@ -100,7 +100,7 @@ class _Simulation:
     remote: bool
     processes: int
 
-    def plan(self, options: StartOptions, on_progress: Callable[[str], None]) -> EnginePlan:
+    def plan(self, options: StartOptions, processes: Processes, on_progress: Callable[[str], None]) -> EnginePlan:
         count = options.n or 2
         devices = tuple(Device("cpu", number % _PER_MACHINE if self.remote else number) for number in range(count))
         machines = tuple(f"machine-{number // _PER_MACHINE}" for number in range(count)) if self.remote else ()

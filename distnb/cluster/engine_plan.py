@@ -16,6 +16,7 @@ from distnb.cluster.devices import further_devices, plan_devices
 from distnb.cluster.local.capacity import Capacity, check_capacity, this_machine
 from distnb.cluster.local.forking import ThisMachine
 from distnb.cluster.local.launcher import Launcher
+from distnb.cluster.local.processes import Processes
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import DistnbError, OptionError, StartError
 from distnb.topology import WORKER, Device, Task
@@ -118,14 +119,19 @@ class EnginePlan:
 class EnginePlace(Protocol):
     """The machines of a cluster's engines, chosen by the options of the start. Pickle can copy it."""
 
-    def plan(self, options: StartOptions, on_progress: OnProgress) -> EnginePlan:
-        """Return the plan of the engines, after querying the devices of the machines."""
+    def plan(self, options: StartOptions, processes: Processes, on_progress: OnProgress) -> EnginePlan:
+        """Return the plan of the engines, after querying the devices of the machines.
+
+        `processes` starts and ends the processes by which other machines are reached.
+        """
 
 
 class ThisMachinePlace:
     """The place of engines that run on this machine."""
 
-    def plan(self, options: StartOptions, on_progress: OnProgress = lambda text: None) -> EnginePlan:
+    def plan(
+        self, options: StartOptions, processes: Processes | None = None, on_progress: OnProgress = lambda text: None
+    ) -> EnginePlan:
         """Return the plan of the engines. Workers get devices like engines without tasks."""
         tasks, oversubscribe = options.tasks, options.oversubscribe
         workers = [task for task in tasks if task.job == WORKER]

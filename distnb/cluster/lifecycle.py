@@ -37,8 +37,7 @@ class EngineProcess:
     """The process of an engine.
 
     Attributes:
-        pid: The process id; for an engine on another machine, the id of the local ssh. The process leads a process
-            group.
+        pid: The id of its process, which leads a process group; for an engine on another machine, of the local ssh.
         device: The device on which the engine computes.
         ready: True once the engine's agent serves programs.
         ended: The way in which the process ended, in words; "" while it runs.
@@ -176,7 +175,8 @@ class Cluster(RunningCluster):
     def notice_ends(self) -> None:
         """Wait until `missing` includes the engines that have ended already."""
         if self._processes is not None:
-            self._processes.notice([process.pid for process in self._engines.values() if not process.ended])
+            running = [process for process in self._engines.values() if not process.ended]
+            self.launcher.notice_ends({process.engine: process.pid for process in running}, self._processes)
 
     @property
     def directory(self) -> Path:
@@ -368,11 +368,10 @@ class Cluster(RunningCluster):
     # -- end --------------------------------------------------------------------------------------------------------
 
     def _end(self, processes: Processes, engines: Iterable[int]) -> None:
-        """End engines: release them, and then send SIGTERM and SIGKILL to those that remain."""
         with processes.changed:  # no engine gets a new process meanwhile
-            pids = [*{self._engines[engine].pid for engine in engines if engine in self._engines}]
-            processes.expect(pids)
-        processes.end(pids, self.launcher.releasing(pids), self.launcher.patience_s)
+            pids = {engine: self._engines[engine].pid for engine in engines if engine in self._engines}
+            self.launcher.expect_end(pids, processes)
+        self.launcher.end(pids, processes)
 
     def stop(self) -> None:
         """End every process of the cluster and remove its files. Do nothing if it is not running."""
@@ -390,6 +389,7 @@ class Cluster(RunningCluster):
             try:
                 connection_path(processes.directory).unlink(missing_ok=True)
                 self._end(processes, [*self._engines])
+                self.launcher.close()
             finally:
                 self._processes = None
                 processes.close()

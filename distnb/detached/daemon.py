@@ -212,9 +212,9 @@ class Daemon:
         self._listener.close()
         if self._cluster is not None:
             self._cluster.stop()
-        self._processes.close()
         if self._plan is not None:
             self._plan.close()
+        self._processes.close()
         if self._store is not None:
             self._store.close()
         if self._heartbeats is not None:
@@ -334,7 +334,7 @@ class Daemon:
     def _on_plan(self, client: ClientConnection, number: int) -> DetachedCluster:
         """Choose the engines' devices, and return the facts that the notebook needs before it listens for them."""
         options = self._options.options
-        plan = self._plan = self._options.place.plan(options, self._progress(client, number))
+        plan = self._plan = self._options.place.plan(options, self._processes, self._progress(client, number))
         remote = bool(plan.hosts)
         if remote:
             self._store = RendezvousStore(host=plan.address)

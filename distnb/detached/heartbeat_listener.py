@@ -15,7 +15,7 @@ __all__ = ["HeartbeatListener"]
 
 
 class HeartbeatListener:
-    """The socket to which the node agents of other machines connect, to detect the loss of this one.
+    """The socket to which the agents of other machines connect, to detect the loss of this one.
 
     Args:
         host: The address to listen at.

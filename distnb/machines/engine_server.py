@@ -1,4 +1,4 @@
-"""The server of a worker machine, which runs node agents for notebooks that have its secret."""
+"""The server of a worker machine, which runs machine agents for notebooks that have its secret."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from distnb.cluster.process_environment import import_environment
 from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.cluster.worker_placement import split_address
 from distnb.errors import OptionError, StartError
-from distnb.machines.base import NODE_AGENT
-from distnb.machines.heartbeat import LOST
 from distnb.machines.secret import read_secret, secret_path
 from distnb.machines.server_client import ALIVE, END, ERROR, INPUT, OUTPUT, START, STATUS
+from distnb.machines.transport import LOST, MACHINE_AGENT
 from distnb.process_log import log_to_stderr
 from distnb.topology import PS
 from distnb.wire.channel import OneClientKey
@@ -38,10 +37,9 @@ __all__ = ["Server", "serve_until_signal"]
 _logger = logging.getLogger("distnb.cluster.server")
 
 _PROTOCOL = "distnb"
-_TASKS = (b"probe", b"serve")
 _END_S = 10.0
 _HANDSHAKE_MS = 5000  # a connection that does not prove by then that it has the secret is closed
-_NOT_STARTED = 1  # the status of a node agent that could not be started
+_NOT_STARTED = 1  # the status of a machine agent that could not be started
 _POLL_MS = 500
 _CHUNK = 1 << 16
 
@@ -215,7 +213,7 @@ class Server:
         silent = self._agents.keys() - {client for client, _ in self._pipes.values()}
         for client, agent in [*self._agents.items()]:
             if client in silent and agent.poll() is not None:
-                _logger.info("%s: node agent %d ended, status %d", self._who, agent.pid, agent.returncode)
+                _logger.info("%s: machine agent %d ended, status %d", self._who, agent.pid, agent.returncode)
                 self._send(client, STATUS, b"%d" % agent.returncode)
                 self._forget(client)
             elif not self._send(client, ALIVE):
@@ -223,19 +221,19 @@ class Server:
 
     def _handle(self, client: bytes, kind: bytes, *rest: bytes) -> None:
         agent = self._agents.get(client)
-        if kind == START and agent is None and rest and rest[0] in _TASKS:
-            self._start_node_agent(client, rest[0].decode())
+        if kind == START and agent is None:
+            self._start_agent(client)
         elif kind == INPUT and agent is not None:
             assert agent.stdin is not None
             with suppress(BrokenPipeError, ValueError):  # the agent has ended; its status says how
-                agent.stdin.write(rest[0])  # an assignment is small enough for a pipe's buffer
+                agent.stdin.write(rest[0])  # orders are small enough for a pipe's buffer
         elif kind == END and agent is not None:
             _release(agent)
 
-    def _start_node_agent(self, client: bytes, task: str) -> None:
+    def _start_agent(self, client: bytes) -> None:
         try:
             agent = subprocess.Popen(
-                [*NODE_AGENT, task, str(os.getpid())],
+                [*MACHINE_AGENT, str(os.getpid())],
                 env=os.environ | import_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -244,19 +242,19 @@ class Server:
                 start_new_session=True,
             )
         except OSError as error:  # too many open files or processes, or too little memory: later ones may start
-            _logger.warning("%s: a node agent for %s cannot be started: %s", self._who, task, error)
+            _logger.warning("%s: a machine agent cannot be started: %s", self._who, error)
             text = f"distnb: the server of {self._who} cannot start a process: {error}. Try again later.\n"
             self._send(client, ERROR, text.encode())
             self._send(client, STATUS, b"%d" % _NOT_STARTED)
             return
         assert agent.stdout is not None
         assert agent.stderr is not None
-        _logger.info("%s: node agent %d for %s", self._who, agent.pid, task)
+        _logger.info("%s: machine agent %d started", self._who, agent.pid)
         self._agents[client] = agent
         self._pipes |= {agent.stdout.fileno(): (client, OUTPUT), agent.stderr.fileno(): (client, ERROR)}
 
     def _forget(self, client: bytes) -> None:
-        """Release the resources of a node agent that has ended."""
+        """Release the resources of a machine agent that has ended."""
         agent = self._agents.pop(client)
         for pipe in (agent.stdin, agent.stdout, agent.stderr):
             assert pipe is not None
@@ -297,7 +295,7 @@ class Server:
 
 
 def _release(agent: subprocess.Popen[bytes]) -> None:
-    """Close a node agent's input, so that it ends its engine and itself."""
+    """Close a machine agent's input, so that it ends its engine and itself."""
     assert agent.stdin is not None
     agent.stdin.close()
 

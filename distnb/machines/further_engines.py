@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from distnb.cluster.engine_plan import PlacedEngine, check_resizable, further_tasks, place_engines
 from distnb.errors import StartError
-from distnb.machines.base import Found, Transport, probe
 from distnb.machines.hosts import HostOptions
+from distnb.machines.transport import Found
 from distnb.topology import Task
 
 if TYPE_CHECKING:
@@ -27,33 +27,32 @@ def place_further(
     """
     check_resizable(there)
     tasks = further_tasks(plan, there, count)
-    transport = plan.transport
-    hosts, found = _further_hosts(plan, plan.machines, transport, there, tasks, len(tasks) or count, on_progress)
+    hosts, found = _further_hosts(plan, plan.machines, there, tasks, len(tasks) or count, on_progress)
     try:
-        return place_engines(plan, there, tasks, hosts, lambda host: found[host][:2], transport.machine)
+        return place_engines(plan, there, tasks, hosts, lambda host: found[host][:2], plan.links.transport.machine)
     except BaseException:
         for host in set(hosts) - {each.host for each in there}:
-            transport.release(host)
+            plan.links.release(host)
         raise
 
 
 def _further_hosts(
     plan: HostPlan,
     machines: HostOptions,
-    transport: Transport,
     there: Sequence[PlacedEngine],
     tasks: Sequence[Task],
     size: int,
     on_progress: Callable[[str], None],
 ) -> tuple[list[str], Mapping[str, Found]]:
     """Return the host of each further engine, and the number of GPUs and the capacity of each host."""
+    transport = plan.links.transport
     if new := list(transport.further_hosts(size)):
         try:
             transport.prepare(new, on_progress)
-            return new, probe(new, transport, on_progress)
+            return new, plan.links.open(new, on_progress)
         except BaseException:
             for host in new:
-                transport.release(host)
+                plan.links.release(host)
             raise
     if tasks and machines.has_fixed_tasks:
         raise StartError(
@@ -62,7 +61,7 @@ def _further_hosts(
             "workers by ssh (on=distnb.SSH([…]), workers=…, ps=…), which can gain more."
         )
     transport.prepare(machines.hosts, on_progress)
-    found = probe(machines.hosts, transport, on_progress)
+    found = plan.links.open(machines.hosts, on_progress)
     if tasks:
         return [machines.hosts[task.index % len(machines.hosts)] for task in tasks], found
     numbers = {host: sum(each.host == host for each in there) for host in machines.hosts}

@@ -19,10 +19,7 @@ from distnb.cluster.connection import Connection
 from distnb.cluster.local.launcher import LOST_AFTER_S
 from distnb.errors import StartError
 
-__all__ = ["LOST", "heartbeat"]
-
-LOST = 255
-"""The exit status of a local process whose node agent was not reached or was lost. It is ssh's own status for that."""
+__all__ = ["heartbeat"]
 
 _PROBE_S = 2
 _PROBES = int(LOST_AFTER_S / _PROBE_S) - 1
@@ -55,7 +52,7 @@ def heartbeat(connection: Connection, on_lost: Callable[[str], None]) -> Iterato
         def watch() -> None:
             while not closing.is_set():
                 if monitor.poll(_POLL_MS):
-                    on_lost(f"the connection to the notebook ({url}) was lost; the engine here is ended.")
+                    on_lost(f"the connection to the notebook ({url}) was lost; its engines here are ended.")
                     return
 
         thread = threading.Thread(target=watch, name="distnb-heartbeat", daemon=True)

@@ -10,12 +10,14 @@ from distnb.cluster.devices import plan_devices
 from distnb.cluster.engine_plan import SERVERS_DEVICE, EnginePlan, PlacedEngine
 from distnb.cluster.local.capacity import check_capacity
 from distnb.cluster.local.launcher import Launcher
+from distnb.cluster.local.processes import Processes
 from distnb.cluster.network import listening_address
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import DistnbError
-from distnb.machines.base import Found, Hosts, Transport, probe
 from distnb.machines.further_engines import place_further
 from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.launcher import Hosts, MachineLinks
+from distnb.machines.transport import Found
 from distnb.topology import WORKER, Device
 
 __all__ = ["HostPlan", "make_plan"]
@@ -26,16 +28,16 @@ class HostPlan(EnginePlan):
     """The engines to start on other machines.
 
     Attributes:
-        transport: The transport to these machines.
+        links: The agents of these machines.
         machines: The options for them.
     """
 
-    transport: Transport
+    links: MachineLinks
     machines: HostOptions
 
     def launcher(self, connection: Connection) -> Launcher:
         """Return the launcher of a cluster with this connection."""
-        return Hosts(self.hosts, connection, self.address, self.transport)
+        return Hosts(self.hosts, connection, self.address, self.links)
 
     def place_further(
         self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None] = lambda text: None
@@ -44,38 +46,42 @@ class HostPlan(EnginePlan):
         return place_further(self, there, count, on_progress)
 
     def close(self) -> None:
-        """Release the resources of the transport, after the engines have ended."""
-        self.transport.close()
+        """End the agents, and release the resources of the transport, after the engines have ended."""
+        self.links.close()
+        self.links.transport.close()
 
 
 def make_plan(
     options: StartOptions,
     machines: HostOptions,
     way: Way,
+    processes: Processes,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> HostPlan:
-    """Return the plan of a cluster on other machines, after querying their devices.
+    """Return the plan of a cluster on other machines, after connecting to their agents.
 
     Workers get devices like engines without tasks. A server computes on the CPU.
     """
-    transport = way.open()
+    links = MachineLinks(way.open(), processes)
     try:
-        return replace(_plan(options, machines, transport, on_progress), options=options)
+        return replace(_plan(options, machines, links, on_progress), options=options)
     except BaseException:
-        transport.close()
+        links.close()
+        links.transport.close()
         raise
 
 
 def _plan(
-    options: StartOptions, machines: HostOptions, transport: Transport, on_progress: Callable[[str], None]
+    options: StartOptions, machines: HostOptions, links: MachineLinks, on_progress: Callable[[str], None]
 ) -> HostPlan:
     devices, oversubscribe = options.devices, options.oversubscribe
+    transport = links.transport
     transport.prepare(machines.hosts, on_progress)
     address = listening_address(map(transport.network_name, machines.hosts), machines.interface)
-    found = probe(machines.hosts, transport, on_progress)
+    found = links.open(machines.hosts, on_progress)
     packages = {host: each.packages for host, each in found.items()}
     if machines.tasks or machines.one_each:
-        plan = _plan_tasks(machines, found, devices, transport, address, oversubscribe=oversubscribe)
+        plan = _plan_tasks(machines, found, devices, links, address, oversubscribe=oversubscribe)
         return replace(plan, packages=packages)
     hosts: list[str] = []
     planned: list[Device] = []
@@ -95,7 +101,7 @@ def _plan(
         devices=tuple(planned),
         address=address,
         hosts=tuple(hosts),
-        transport=transport,
+        links=links,
         machines=machines,
         notices=tuple(notices),
         packages=packages,
@@ -106,7 +112,7 @@ def _plan_tasks(
     options: HostOptions,
     found: Mapping[str, Found],
     devices: str | Sequence[str | Device] | None,
-    transport: Transport,
+    links: MachineLinks,
     address: str,
     *,
     oversubscribe: bool,
@@ -120,7 +126,7 @@ def _plan_tasks(
     engines = [task for task in tasks for _ in range(options.replicas if task.job == WORKER else 1)]
     hosts = tuple(tasks[task] for task in engines) or options.hosts
     for engine, host in enumerate(hosts):
-        by_machine.setdefault(transport.machine(host), []).append(engine)
+        by_machine.setdefault(links.transport.machine(host), []).append(engine)
     planned = [SERVERS_DEVICE] * len(hosts)
     notices: list[str] = []
     for machine, theirs in by_machine.items():
@@ -138,7 +144,7 @@ def _plan_tasks(
         devices=tuple(planned),
         address=address,
         hosts=hosts,
-        transport=transport,
+        links=links,
         machines=options,
         notices=tuple(notices),
         tasks=tuple(engines),

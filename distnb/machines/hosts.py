@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from distnb.machines.base import Transport
+from distnb.machines.transport import Transport
 from distnb.topology import Task
 
 __all__ = ["HostOptions", "Way"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from distnb.cluster.engine_plan import check_replicas_per_worker
+from distnb.cluster.local.processes import Processes
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError
 from distnb.machines.host_plan import HostPlan, make_plan
@@ -25,9 +26,9 @@ class HostPlace:
     way: Way
     folders: tuple[str, ...]
 
-    def plan(self, options: StartOptions, on_progress: Callable[[str], None]) -> HostPlan:
+    def plan(self, options: StartOptions, processes: Processes, on_progress: Callable[[str], None]) -> HostPlan:
         """Return the plan of the engines."""
-        return replace(make_plan(options, self.machines, self.way, on_progress), folders=self.folders)
+        return replace(make_plan(options, self.machines, self.way, processes, on_progress), folders=self.folders)
 
 
 class OtherMachines(ABC):

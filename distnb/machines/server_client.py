@@ -1,7 +1,7 @@
-"""`python -m distnb.machines.server_client ADDRESS SECRET_FILE TASK`: asks a server to run a node agent.
+"""`python -m distnb.machines.server_client ADDRESS SECRET_FILE`: asks a server to run a machine agent.
 
-This program corresponds to ssh, and the server to sshd. It forwards its standard input to the node agent, and the node
-agent's output to its own. The exit status is the node agent's, or 255 if the server cannot be reached or is lost. All
+This program corresponds to ssh, and the server to sshd. It forwards its standard input to the machine agent, and the
+agent's output to its own. The exit status is the agent's, or 255 if the server cannot be reached or is lost. All
 messages are encrypted with keys that both ends derive from their secret.
 """
 
@@ -18,8 +18,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from distnb.cluster.connection import Keys
 from distnb.errors import OptionError, StartError
-from distnb.machines.heartbeat import LOST
 from distnb.machines.secret import read_secret
+from distnb.machines.transport import LOST
 
 __all__ = ["ALIVE", "END", "ERROR", "INPUT", "OUTPUT", "START", "STATUS", "connect_patience_s", "main"]
 
@@ -67,7 +67,7 @@ def _connect(socket: zmq.Socket[bytes], address: str, keys: Keys) -> zmq.Socket[
 
 
 def _forward(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | str:
-    """Forward input and output. Return the node agent's exit status, or the reason why the server is lost."""
+    """Forward input and output. Return the machine agent's exit status, or the reason why the server is lost."""
     poller = zmq.Poller()
     for source in (socket, 0, monitor):
         poller.register(source, zmq.POLLIN)
@@ -81,7 +81,7 @@ def _forward(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | str
             socket.send_multipart([INPUT, data] if data else [END])
             if not data:
                 poller.unregister(0)
-        # Read the monitor before the messages: a server that stops sends the node agent's status, then disconnects.
+        # Read the monitor before the messages: a server that stops sends the machine agent's status, then disconnects.
         if monitor in ready:
             event = recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_CONNECTED:
@@ -103,12 +103,12 @@ def _forward(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | str
     return "ended the connection, or can no longer be reached"
 
 
-def main(address: str, secret: str, task: str) -> int:
-    """Have the server run a node agent with a task, and return the node agent's exit status."""
+def main(address: str, secret: str) -> int:
+    """Have the server run a machine agent, and return the machine agent's exit status."""
     try:
         keys = read_secret(Path(secret))
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket, _connect(socket, address, keys) as monitor:
-            socket.send_multipart([START, task.encode()])
+            socket.send(START)
             how = _forward(socket, monitor)
     except (StartError, zmq.ZMQError) as error:
         print(error, file=sys.stderr, flush=True)
@@ -120,4 +120,4 @@ def main(address: str, secret: str, task: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    sys.exit(main(*sys.argv[1:3]))

@@ -17,6 +17,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -140,27 +141,23 @@ class LastingOwner(EngineOwner):
 
 
 class OwnedByNotebook(EngineOwner):
-    """Engines that end with this process.
+    """Engines that end with this process. `processes` supervises them, and is closed with the owner.
 
     Raises:
-        StartError: The private directory, or the store, could not be made.
+        StartError: The store could not be made.
     """
 
-    def __init__(self, plan: EnginePlan) -> None:
+    def __init__(self, plan: EnginePlan, processes: Processes) -> None:
         self._plan = plan
         self.tasks = plan.tasks
         self.hosts, self.packages, self.folders = dict(enumerate(plan.hosts)), plan.packages, plan.folders
         self.keys = make_keys()
-        self._processes = Processes()
-        self.directory = self._processes.directory
+        self._processes = processes
+        self.directory = processes.directory
         self._store: RendezvousStore | None = None
         self._cluster: Cluster | None = None
         if plan.hosts:
-            try:
-                self._store = RendezvousStore(host=plan.address)
-            except BaseException:
-                self._processes.close()
-                raise
+            self._store = RendezvousStore(host=plan.address)
             self.store = self._store.host, self._store.port
 
     def _listening(self) -> tuple[str | None, tuple[int, int] | None]:
@@ -203,9 +200,9 @@ class OwnedByNotebook(EngineOwner):
         """Do nothing: all engines end with the notebook."""
 
     def close(self) -> None:
-        """Remove the private directory, and close the transport and the store."""
-        self._processes.close()
+        """Close the transport and the store, and remove the private directory."""
         self._plan.close()
+        self._processes.close()
         if self._store is not None:
             self._store.close()
 
@@ -214,15 +211,17 @@ def plan_owner(options: StartOptions, on_progress: Callable[[str], None]) -> Eng
     """Plan a cluster, print the notices about it, and return the owner of its engines, which are not started yet."""
     place = place_of(options)
     if options.detach:
-        owner: EngineOwner = features.require("clusters that stay", "start")(options, place, on_progress)
-        return owner
-    plan = place.plan(options, on_progress)
-    print_notices(plan.notices)
-    try:
-        return OwnedByNotebook(plan)
-    except BaseException:
-        plan.close()
-        raise
+        staying: EngineOwner = features.require("clusters that stay", "start")(options, place, on_progress)
+        return staying
+    processes = Processes()
+    with ExitStack() as planned:
+        planned.callback(processes.close)
+        plan = place.plan(options, processes, on_progress)
+        planned.callback(plan.close)
+        print_notices(plan.notices)
+        owner = OwnedByNotebook(plan, processes)
+        planned.pop_all()
+    return owner
 
 
 def print_notices(notices: Iterable[str]) -> None:

@@ -198,10 +198,10 @@ class Engines:
         self.supervisor.send_to_all(SetLogLevel(level))
 
     def log_texts(self, timeout_s: float = 2.0) -> dict[str, str]:
-        """Return the log of each process, by its name. Engines that do not answer in time are missing."""
+        """Return the log of each process, by its name. Machines that do not answer in time are missing."""
         found = process_log.log_texts(self.cluster.directory)
-        afar = [engine for engine in self.left if self.cluster.host(engine)]
-        for engine, texts in self.supervisor.ask_log(afar, timeout_s).items():
+        afar = {host: engine for engine in reversed(self.left) if (host := self.cluster.host(engine))}
+        for engine, texts in self.supervisor.ask_log(sorted(afar.values()), timeout_s).items():
             found |= {
                 process if process not in found else f"{process}-{engine}": text for process, text in texts.items()
             }

@@ -47,7 +47,7 @@ class ControlChannel:
         for name, frames in arrived(self.socket):
             number = name.partition(b".")[0]
             if not number.isdigit():
-                continue  # a node agent connects to see when the notebook ends, and sends nothing
+                continue  # a machine agent connects to see when the notebook ends, and sends nothing
             engine, batch = int(number), decode(frames)
             if self._names.get(engine) != name:
                 if not any(isinstance(event, Hello) for event in batch):

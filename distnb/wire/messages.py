@@ -255,7 +255,7 @@ class EngineTask(ABC):
 
 @dataclass(frozen=True)
 class SendLog:
-    """Order to send the logs of the engine and of its machine's node agent in `LogTexts`."""
+    """Order to send the logs of all processes of the engine's machine in `LogTexts`."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import pytest
 from distnb.cluster import engine_plan
 from distnb.cluster.engine_plan import EnginePlan, PlacedEngine
 from distnb.cluster.local.capacity import Capacity
+from distnb.cluster.local.processes import Processes
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import StartError
-from distnb.machines import further_engines
-from distnb.machines.base import Found, Transport
 from distnb.machines.host_plan import HostPlan
 from distnb.machines.hosts import HostOptions
+from distnb.machines.launcher import MachineLinks
+from distnb.machines.transport import Found, Transport
 from distnb.topology import PS, WORKER, Device, Task
 
 ROOM = Capacity(cores=4, memory_nbytes=2**40)
@@ -28,7 +29,7 @@ class FakeTransport(Transport):
         self.new = tuple(new)
         self.released: list[str] = []
 
-    def command(self, host: str, task: str) -> list[str]:
+    def command(self, host: str) -> list[str]:
         return []
 
     def network_name(self, host: str) -> str:
@@ -67,8 +68,10 @@ def plan(
     }
     if transport is None:
         return EnginePlan(**words)
-    machines_of_start = HostOptions(hosts=hosts, **machines)
-    return HostPlan(hosts=tuple(each.host for each in there), transport=transport, machines=machines_of_start, **words)
+    words["machines"] = HostOptions(hosts=hosts, **machines)
+    processes = Processes()
+    processes.close()
+    return HostPlan(hosts=tuple(each.host for each in there), links=MachineLinks(transport, processes), **words)
 
 
 @pytest.fixture
@@ -76,10 +79,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Return the number of GPUs of each machine, 0 by default. Machines answer at once."""
     counts: dict[str, int] = {}
 
-    def probe(hosts: Sequence[str], *_: Any) -> Mapping[str, Found]:
+    def answers(links: MachineLinks, hosts: Sequence[str], *_: Any) -> Mapping[str, Found]:
         return {host: Found(counts.get(host, 0), ROOM, {}) for host in hosts}
 
-    monkeypatch.setattr(further_engines, "probe", probe)
+    monkeypatch.setattr(MachineLinks, "open", answers)
     monkeypatch.setattr(engine_plan, "this_machine", lambda: ROOM)
     return counts
 

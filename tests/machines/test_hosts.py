@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import os
+import platform
 import queue
+import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +30,14 @@ from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import are_workers
 from distnb.errors import OptionError, StartError
-from distnb.machines.base import Found, Hosts, Transport, probe
 from distnb.machines.heartbeat import heartbeat
 from distnb.machines.host_plan import make_plan
 from distnb.machines.hosts import HostOptions, Way
-from distnb.machines.node_agent import Assignment
+from distnb.machines.launcher import Hosts, MachineLinks
+from distnb.machines.machine_messages import Assignment, decode_order, decode_report, encode_order, encode_report
 from distnb.machines.other_machines import OtherMachines
 from distnb.machines.start_line import read_options
+from distnb.machines.transport import Found, Transport
 from distnb.machines.transports.mpiexec import MPI, MpiexecTransport
 from distnb.machines.transports.ray_nodes import Ray, RayNodes
 from distnb.machines.transports.server_transport import Servers, ServerTransport
@@ -52,6 +57,13 @@ CONNECTION = Connection(
     client_secret="c",
     notebook_pid=4,
 )
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    made = Processes()
+    yield made
+    made.close()
 
 
 def hosts_of(on: OtherMachines, **given: Any) -> HostOptions:
@@ -148,16 +160,17 @@ def test_a_host_list_is_recognised_as_the_workers(monkeypatch: pytest.MonkeyPatc
     assert are_workers(("b:1",), TFConfigClusterResolver())
 
 
-def test_engines_are_distributed_over_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_distributed_over_machines(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     room = Capacity(cores=16, memory_nbytes=2**40)
     found = {"a": Found(4, room, {"numpy": "2.1"}), "b": Found(0, Capacity(cores=1, memory_nbytes=2**40), {})}
-    monkeypatch.setattr("distnb.machines.host_plan.probe", lambda names, way, on_progress: found)
+    monkeypatch.setattr(MachineLinks, "open", lambda links, hosts, on_progress: found)
     monkeypatch.setattr("distnb.machines.host_plan.listening_address", lambda names, interface: "10.0.0.1")
 
     notices: list[str] = []
 
     def engines(devices: str | None = None, **words: Any) -> dict[str, int]:
-        plan = make_plan(StartOptions(devices=devices), HostOptions(hosts=("a", "b"), **words), Way(SSHTransport))
+        machines = HostOptions(hosts=("a", "b"), **words)
+        plan = make_plan(StartOptions(devices=devices), machines, Way(SSHTransport), processes)
         notices[:] = plan.notices
         assert plan.packages == {"a": {"numpy": "2.1"}, "b": {}}
         return dict(Counter(plan.hosts))
@@ -287,12 +300,16 @@ def test_a_notebook_listens_on_the_address_of_its_launcher() -> None:
         listening_address(["127.0.0.1"], "eth77")
 
 
-def test_an_assignment_is_one_line() -> None:
-    assignment = Assignment(
-        connection=CONNECTION, notebook="10.0.0.1", engine=2, device="cpu:0", engines=4, agent="agent", hash_seed="0"
-    )
-    assert assignment.encode().count(b"\n") == 1
-    assert Assignment.decode(assignment.encode()) == assignment
+def test_messages_are_lines_among_others() -> None:
+    assignment = Assignment(connection=CONNECTION, notebook="10.0.0.1", agent="agent", hash_seed="0")
+    line = encode_order("begin", assignment.encode())
+    assert line.count(b"\n") == 1
+    assert Assignment.decode(decode_order(line)[1]) == assignment
+    line = encode_report("output", 3, "two\nlines ä")
+    assert line.count(b"\n") == 1
+    assert decode_report(b"[1,0]<stdout>:" + line) == ["output", 3, "two\nlines ä"]
+    for other in (b"Welcome to red.\n", b"distnb [\n", b"distnb: waiting\n", b"\n"):
+        assert decode_report(other) is None
 
 
 def test_the_heartbeat_detects_the_end_of_the_notebook() -> None:
@@ -329,9 +346,9 @@ def test_the_heartbeat_detects_the_end_of_the_notebook() -> None:
 
 
 class _Shell(Transport):
-    """A transport to machines whose names are programs that act as node agents."""
+    """A transport to machines whose names are programs that act as machine agents."""
 
-    def command(self, host: str, task: str) -> list[str]:
+    def command(self, host: str) -> list[str]:
         return ["sh", "-c", host]
 
     def network_name(self, host: str) -> str:
@@ -344,74 +361,115 @@ class _Shell(Transport):
         return "it is full" if "disk full" in said else ""
 
 
+def report(*words: Any) -> str:
+    return f"echo '{encode_report(*words).decode().strip()}'; "
+
+
+_FACTS = {
+    "distnb": distnb.__version__,
+    "python": platform.python_version(),
+    "gpus": 0,
+    "capacity": {"cores": 2, "memory_nbytes": 2**30},
+    "packages": {},
+}
+_ANSWERS = report("facts", _FACTS)
+_BEATS = _ANSWERS + "read begin; read launch; " + report("beat")
 _LOST = "was lost: its machine"
+
+
+def launch(program: str, processes: Processes, log: Path) -> tuple[Hosts, dict[int, int], Any]:
+    """Launch two engines on the machine that a program represents. Return the launcher, their pids, and their ends."""
+    ends: queue.SimpleQueue[tuple[int, str, bool]] = queue.SimpleQueue()
+    links = MachineLinks(_Shell(), processes)
+    links.open([program])
+    launcher = Hosts((program, program), CONNECTION, "10.0.0.1", links)
+    orders = [
+        EngineOrder(engine=each, device=Device("cpu"), log=log / f"log-{each}", agent="agent") for each in range(2)
+    ]
+    pids: dict[int, int] = {}
+    launcher.launch(
+        orders, processes, pids.__setitem__, lambda engine, pid, words, expected: ends.put((engine, words, expected))
+    )
+    return launcher, pids, ends
 
 
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("echo distnb-beat; echo distnb-status 137; exit 1", "was killed by SIGKILL"),
-        ("echo distnb-beat; echo disk full >&2; echo distnb-status 1", "exited with code 1 (it is full)"),
-        ("read line; echo distnb-status $((${#line} > 80 ? 3 : 4))", "exited with code 3"),  # the assignment was read
-        ("echo distnb-beat; exit 137", "was killed by SIGKILL"),  # srun's message for an end by the administrator
+        (report("ended", 0, "exited with code 7") + report("ended", 1, "exited with code 7"), "exited with code 7"),
+        (
+            report("closes", "was killed by SIGTERM") + report("ended", 0, "was killed by SIGKILL"),
+            "was killed by SIGTERM",
+        ),
+        ("echo disk full >&2; " + report("closes", "exited with code 1"), "exited with code 1 (it is full)"),
+        ("exit 137", "was killed by SIGKILL"),  # srun's message for an end by the administrator
         ("kill -9 $$", "was killed by SIGKILL"),
-        ("echo distnb-beat; echo disk full >&2; exit 255", "was ended (it is full)"),
-        ("exit 1", _LOST),  # without a message it was not reached
-        ("echo distnb-beat; exit 255", _LOST),
-        ("echo distnb-beat; setsid sleep 600 & wait", _LOST),  # conftest looks for what is left
-        ("trap '' TERM; echo distnb-beat; setsid sleep 600 & wait", _LOST),
+        ("echo disk full >&2; exit 255", "was ended (it is full)"),
+        ("exit 255", _LOST),
+        ("setsid sleep 600 & wait", _LOST),  # conftest looks for what is left
+        ("trap '' TERM; setsid sleep 600 & wait", _LOST),
     ],
 )
 def test_the_end_of_an_engine_is_reported_with_its_cause(
-    program: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: str, message: str, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distnb.machines.base.LOST_AFTER_S", 0.5)
-    ends: queue.SimpleQueue[str] = queue.SimpleQueue()
-    processes = Processes()
-    try:
-        Hosts((program,), CONNECTION, "10.0.0.1", _Shell()).launch(
-            [EngineOrder(engine=0, device=Device("cpu"), log=tmp_path / "log", agent="agent")],
-            processes,
-            lambda engine, pid: None,
-            lambda engine, pid, words, expected: ends.put(words),
-        )
-        assert ends.get(timeout=60).replace(program, "a") == (
+    monkeypatch.setattr("distnb.machines.machine_link.LOST_AFTER_S", 0.5)
+    program = _BEATS + program
+    _, _, ends = launch(program, processes, tmp_path)
+    found = [ends.get(timeout=60), ends.get(timeout=60)]
+    assert [engine for engine, _, _ in found] == [0, 1]
+    for _, words, expected in found:
+        assert not expected
+        assert words.replace(program, "a") == (
             f"{message} a cannot be reached" if message == _LOST else f"(on a) {message}"
         )
-    finally:
-        processes.close()
 
 
-def test_a_message_releases_engines(tmp_path: Path) -> None:
-    received: queue.SimpleQueue[object] = queue.SimpleQueue()
-    processes = Processes()
-    try:
-        program = "read line; read line; echo distnb-beat; [ $line = end ]; echo distnb-status $?"
-        launcher = Hosts((program,), CONNECTION, "10.0.0.1", _Shell())
-        order = EngineOrder(engine=0, device=Device("cpu"), log=tmp_path / "log", agent="agent")
-        pids: list[int] = []
-        launcher.launch([order], processes, lambda engine, pid: pids.append(pid), lambda *end: received.put(end[2:]))
-        processes.end(pids, launcher.releasing(pids), 60)
-        assert received.get(timeout=60) == (f"(on {program}) exited with code 0", True)
-    finally:
-        processes.close()
+def test_an_agent_gets_the_cluster_before_its_orders(processes: Processes, tmp_path: Path) -> None:
+    program = (
+        f'{_ANSWERS} read begin; read launch; echo "$begin" > {tmp_path}/begin; echo "$launch" > {tmp_path}/launch; '
+        + report("output", 1, "a line\n").replace("\\n", "\\\\n")
+        + report("ended", 1, "exited with code 0")
+        + 'read end; [ "$end" = \'["end", [0]]\' ] && '
+        + report("ended", 0, "exited with code 0")
+        + "read close"
+    )
+    launcher, pids, ends = launch(program, processes, tmp_path)
+    assert ends.get(timeout=60) == (1, f"(on {program}) exited with code 0", False)
+    launcher.expect_end({0: pids[0]}, processes)
+    launcher.end({0: pids[0]}, processes)
+    assert ends.get(timeout=60) == (0, f"(on {program}) exited with code 0", True)
+    name, given = json.loads((tmp_path / "begin").read_text())
+    assert name == "begin"
+    assert Assignment.decode(given).connection == dataclasses.replace(CONNECTION, notebook_pid=0, controller=False)
+    assert json.loads((tmp_path / "launch").read_text()) == ["launch", [[0, "cpu:0"], [1, "cpu:0"]], 2]
+    assert (tmp_path / "log-1").read_text() == "a line\n"
+    launcher.close()
 
 
-def test_a_machine_that_cannot_start_engines_is_an_error() -> None:
-    with pytest.raises(StartError, match=r"(?s)Nothing is started by 'echo .*Its output:.*no such node"):
-        probe(("echo no such node >&2; exit 1",), _Shell())
+def test_machines_that_cannot_be_used_are_one_error(processes: Processes) -> None:
+    links = MachineLinks(_Shell(), processes)
+    other = report("facts", _FACTS | {"distnb": "0.0.1"}) + "read close"
+    with pytest.raises(StartError) as caught:
+        links.open(["echo no such node >&2; exit 1", other, _ANSWERS + "read close"])
+    text = str(caught.value)
+    assert re.search(r"(?s)Nothing is started by 'echo .*Its output:.*no such node", text)
+    assert "has distnb 0.0.1 on Python" in text
+    assert text.count("Functions are sent between them") == 1
 
 
-def test_each_mpiexec_has_its_own_session_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_mpiexec_has_its_own_session_folder(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "mpiexec"
     program.write_text(f'#!/bin/sh\necho "$OMPI_MCA_orte_local_tmpdir_base" >> {tmp_path}/folders\nexit 1\n')
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(StartError, match="mpiexec cannot start a process on b"):
-        probe(("a", "b"), MpiexecTransport())
+        MachineLinks(MpiexecTransport(), processes).open(["a", "b"])
     folders = [*map(Path, (tmp_path / "folders").read_text().split())]
     assert len({*folders}) == 2
-    assert not any(folder.parent.exists() for folder in folders)
+    assert {folder.parent for folder in folders} == {processes.directory}
 
 
 def test_replicas_know_who_is_on_their_machine() -> None:

@@ -75,7 +75,7 @@ found = (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD
 
 
 def test_no_secret_is_in_arguments_or_environment_variables(notebook: Notebook) -> None:
-    check_secrets(notebook, 3 * 4)  # ssh, node agent and engine of each of four
+    check_secrets(notebook, 3 * 4)  # ssh, machine agent and engine of each of four
 
 
 def test_modules_that_only_the_notebook_has_are_sent(network: Machines, notebook: Notebook) -> None:

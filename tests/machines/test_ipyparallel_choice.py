@@ -12,11 +12,12 @@ import pytest
 
 import distnb
 from distnb.cluster.local.capacity import Capacity
+from distnb.cluster.local.processes import Processes
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError, StartError
-from distnb.machines import host_plan as plans
-from distnb.machines.base import Found
 from distnb.machines.host_plan import HostPlan
+from distnb.machines.launcher import MachineLinks
+from distnb.machines.transport import Found
 from distnb.machines.transports import ipyparallel_cluster
 from distnb.machines.transports.ipyparallel_cluster import IPythonParallel
 from distnb.machines.transports.ipyparallel_engine import boot_id, network_namespace
@@ -85,20 +86,21 @@ def planned(
     monkeypatch.setattr(ipyparallel_cluster, "is_loopback", "127.0.0.1".__eq__)
     room = Capacity(cores=16, memory_nbytes=2**40)
 
-    def probe(hosts: Any, transport: Any, on_progress: object) -> dict[str, Found]:
-        return {host: Found(len(transport._servers[host].machine.gpus), room, {}) for host in hosts}
+    def answers(links: Any, hosts: Any, on_progress: object) -> dict[str, Found]:
+        return {host: Found(len(links.transport._servers[host].machine.gpus), room, {}) for host in hosts}
 
-    monkeypatch.setattr(plans, "probe", probe)
+    monkeypatch.setattr(MachineLinks, "open", answers)
     on = IPythonParallel("simulated")
     given = StartOptions(on=on, **options)
-    plan = None
+    plan, processes = None, Processes()
     try:
-        plan = on.place(given).plan(given, lambda text: None)
+        plan = on.place(given).plan(given, processes, lambda text: None)
         yield plan, simulated
     finally:
         simulated.close()
         if plan is not None:
             plan.close()
+        processes.close()
 
 
 def devices_of(plan: HostPlan) -> list[str]:
@@ -125,7 +127,7 @@ def test_a_batch_system_gives_each_engine_gpus_of_its_own(monkeypatch: pytest.Mo
     # Under Slurm, each of them is GPU 0 in its own job.
     with planned(monkeypatch, {0: ("a", ("GPU-1",)), 1: ("a", ("GPU-2",))}) as (plan, _):
         assert devices_of(plan) == ["cuda:0", "cuda:0"]
-        assert [plan.transport.machine(host) for host in plan.hosts] == ["a", "a (2)"]
+        assert [plan.links.transport.machine(host) for host in plan.hosts] == ["a", "a (2)"]
     unclear = pytest.raises(StartError, match="engines 0 and 1 on a have GPUs in common, but see different lists: engi")
     with unclear, planned(monkeypatch, {0: ("a", TWO), 1: ("a", ("GPU-2",))}):
         pass
@@ -133,8 +135,8 @@ def test_a_batch_system_gives_each_engine_gpus_of_its_own(monkeypatch: pytest.Mo
 
 def replaced(plan: HostPlan, *hosts: str) -> list[int]:
     """Restart hosts, and return the numbers of their ipyparallel engines."""
-    plan.transport.prepare(hosts, lambda text: None)
-    return [plan.transport._servers[host].engine for host in hosts]
+    plan.links.transport.prepare(hosts, lambda text: None)
+    return [plan.links.transport._servers[host].engine for host in hosts]
 
 
 def test_a_replacement_does_not_use_a_gpu_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +171,7 @@ def test_a_replacement_on_the_cpu_may_be_anywhere(monkeypatch: pytest.MonkeyPatc
 
 def test_a_cluster_of_this_machine_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     with planned(monkeypatch, {0: ("", ())}) as (plan, simulated):
-        assert plan.transport._lease.address == "127.0.0.1"
+        assert plan.links.transport._lease.address == "127.0.0.1"
         simulated.end(0)
         simulated.engines[1] = ("a", ())
         with pytest.raises(StartError, match=r"engine 1 is on another machine \(a\), but this cluster listens on loop"):

@@ -11,16 +11,18 @@ import pytest
 import distnb
 from distnb.cluster.engine_plan import ThisMachinePlace
 from distnb.cluster.local.capacity import Capacity
+from distnb.cluster.local.processes import Processes
 from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.tasks import server_cluster_tasks, tasks_in, tasks_of
 from distnb.errors import NoClusterError, OptionError, StartError
-from distnb.machines.base import Found
 from distnb.machines.host_plan import HostPlan
 from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.launcher import MachineLinks
 from distnb.machines.other_machines import OtherMachines
 from distnb.machines.secret import read_secret, secret_path
 from distnb.machines.server_client import connect_patience_s
+from distnb.machines.transport import Found
 from distnb.machines.transports.mpiexec import MPI
 from distnb.machines.transports.server_transport import Servers, ServerTransport
 from distnb.machines.transports.srun import Slurm
@@ -112,13 +114,15 @@ def test_tasks_are_assigned_to_machines(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def planned(
     monkeypatch: pytest.MonkeyPatch, on: OtherMachines, gpus: int, devices: str | None = None, **given: Any
 ) -> HostPlan:
-    monkeypatch.setattr(
-        "distnb.machines.host_plan.probe",
-        lambda names, way, on_progress: dict.fromkeys(names, Found(gpus, Capacity(cores=2, memory_nbytes=2**40), {})),
-    )
+    found = Found(gpus, Capacity(cores=2, memory_nbytes=2**40), {})
+    monkeypatch.setattr(MachineLinks, "open", lambda links, names, on_progress: dict.fromkeys(names, found))
     monkeypatch.setattr("distnb.machines.host_plan.listening_address", lambda names, interface: "10.0.0.1")
     options = StartOptions(on=on, devices=devices, **given)
-    return on.place(options).plan(options, lambda text: None)
+    processes = Processes()
+    try:
+        return on.place(options).plan(options, processes, lambda text: None)
+    finally:
+        processes.close()
 
 
 def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_only_clients_with_the_secret_are_served(servers: Servers, notebook: Not
 def test_a_server_that_cannot_start_a_process_reports_that_and_goes_on(servers: Servers, notebook: Notebook) -> None:
     pid = servers.processes[1].pid
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    few = psutil.Process(pid).num_fds() + 4  # enough for the client, and not for the pipes to a node agent
+    few = psutil.Process(pid).num_fds() + 4  # enough for the client, and not for the pipes to a machine agent
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, limits[1]))
     try:
         failed = notebook.try_run(servers.start())
@@ -128,7 +128,7 @@ total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(1.0 + distnb.re
 """)
     assert notebook.value("total") == 3.0
     logs = notebook.value("cluster.engines.log_texts()")
-    assert {"notebook", "node-agent-0", "engine-0", "node-agent-1", "engine-1", "guardian-1"} <= logs.keys()
+    assert {"notebook", "machine-agent", "engine-0", "machine-agent-1", "engine-1", "guardian-1"} <= logs.keys()
     assert "generation 1 of (0, 1) is formed" in logs["engine-1"]
     notebook.run("%distnb logs --level off")
 

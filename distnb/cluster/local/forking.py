@@ -18,9 +18,10 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 
 from distnb.cluster import tpu_chips
 from distnb.cluster.local.guardian import end_descriptor
@@ -38,16 +39,24 @@ _REPORT_NBYTES = 64
 
 
 class ThisMachine(Launcher):
-    """The launcher of engines on the notebook's machine, forked from one process.
+    """The launcher of engines on the machine of this process, forked from one process.
 
-    `devices` contains the device of each engine.
+    Args:
+        devices: The devices of the engines from 0 on.
+        network: The variables from `network_environment`, for a cluster of several machines. By default, the engines
+            communicate through the loopback interface.
+
+    Attributes:
+        sharing: The number of processes that share the machine; None for the number of engines here.
     """
 
     has_controller = True
     patience_s = 2.0
 
-    def __init__(self, devices: Sequence[Device]) -> None:
+    def __init__(self, devices: Sequence[Device] = (), network: Mapping[str, str] = MappingProxyType({})) -> None:
         self._devices = dict(enumerate(devices))
+        self._network = network
+        self.sharing: int | None = None
         self._for_chips: dict[str, str] | None = None
 
     def launch(
@@ -58,11 +67,13 @@ class ThisMachine(Launcher):
         Raises:
             StartError: The engines could not communicate with each other.
         """
-        require_loopback()
+        if not self._network:
+            require_loopback()
         devices = tuple(self._devices.values())
         if self._for_chips is None:
             self._for_chips = tpu_chips.launch_environment(devices)
-        shared = engines_environment(len(self._devices), processes.directory, agent=orders[0].agent)
+        sharing = self.sharing or len(devices)
+        shared = engines_environment(sharing, processes.directory, agent=orders[0].agent)
         assignments = [
             {
                 "log": str(order.log),
@@ -86,7 +97,7 @@ class ThisMachine(Launcher):
                 template = processes.start(
                     [*PYTHON_MODULE, "distnb.engine"],
                     template_ended,
-                    env={**os.environ, **shared},
+                    env={**os.environ, **shared, **self._network},
                     stdin=there,
                     stdout=log,
                     stderr=log,

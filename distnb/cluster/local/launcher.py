@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from distnb.topology import Device
 __all__ = ["LOST_AFTER_S", "EngineEnded", "EngineOrder", "Launched", "Launcher"]
 
 LOST_AFTER_S = 8.0
-"""The silence in seconds after which a launcher reports the machine of an engine as lost."""
+"""The silence in seconds after which the machine of engines counts as lost."""
 
 Launched = Callable[[int, int], None]
 """A function called with (engine, pid) when an engine gets a process, and again when it gets another one."""
@@ -38,9 +38,10 @@ class EngineOrder:
 
 
 class Launcher(ABC):
-    """A way to start engines. For the cluster, each engine is a process of this machine that leads a process group.
+    """A way to start and to end engines.
 
-    For an engine on another machine, that process belongs to its transport, such as ssh.
+    The pid of an engine on another machine is that of the process here by which the machine is reached, such as ssh.
+    The methods about ends are those for processes of this machine.
 
     Attributes:
         has_controller: True if ipyparallel's controller can reach the engines.
@@ -77,9 +78,24 @@ class Launcher(ABC):
     def remove(self, engine: int) -> None:
         """Remove an engine whose process has ended."""
 
-    def releasing(self, pids: Sequence[int]) -> Callable[[], None] | None:
-        """Return a function that requests the end of engines, or None if a signal to their processes suffices."""
-        return None
+    def expect_end(self, pids: Mapping[int, int], processes: Processes) -> None:
+        """Mark the ends of engines, from now on, as requested. `pids` are their processes, by engine."""
+        processes.expect(pids.values())
+
+    def end(self, pids: Mapping[int, int], processes: Processes) -> None:
+        """End engines, and wait for that.
+
+        Raises:
+            ClusterError: An engine did not end.
+        """
+        processes.end([*set(pids.values())], patience_s=self.patience_s)
+
+    def notice_ends(self, pids: Mapping[int, int], processes: Processes) -> None:
+        """Wait until the ends of those among these engines that have ended already are reported."""
+        processes.notice(pids.values())
+
+    def close(self) -> None:  # noqa: B027  (a launcher on this machine keeps nothing open)
+        """Close what the launcher has opened, after the engines have ended."""
 
     def host(self, engine: int) -> str:
         """Return the name of an engine's machine, or "" for this one."""

@@ -13,7 +13,7 @@ __all__ = ["FILES_PER_ENGINE", "raise_file_limit", "raise_file_limit_of_server"]
 _logger = logging.getLogger("distnb.cluster")
 
 FILES_PER_ENGINE = 6
-"""The end of the engine's process, two pipes to its node agent, and the sockets for control, programs and closures."""
+"""The end of its process, the pipes to its machine, and the sockets for control, programs and closures."""
 
 _FEW = 256  # for everything else that the notebook opens
 _SERVERS = 1 << 16  # one address has fewer ports, so it cannot open as many connections to a server

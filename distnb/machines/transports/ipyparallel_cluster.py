@@ -4,7 +4,7 @@ Whatever launched the cluster (a batch system, Kubernetes, ssh), its engines run
 each of them start a `Server` next to it (`ipyparallel_engine.py`), and reaches distnb's engines through the servers:
 
     notebook ── ipyparallel's controller ──▶ ipyparallel engine 3 ── starts ──▶ server
-       └── server_client ── TCP, encrypted ───────────────────────────────────▶ server ──▶ node agent ──▶ engine 0
+       └── server_client ── TCP, encrypted ───────────────────────────────────▶ server ──▶ machine agent ──▶ engine 0
 
 ipyparallel's channel only carries the request, and is free again at once. The servers stay connected to a socket of the
 notebook, and end when that connection does: when the transport is closed, or the notebook ends for any reason.
@@ -36,10 +36,10 @@ from distnb.cluster.process_environment import PYTHON_MODULE
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import is_loopback, split_address
 from distnb.errors import OptionError, StartError
-from distnb.machines.base import Transport, check_versions
 from distnb.machines.hosts import HostOptions, Way
 from distnb.machines.other_machines import OtherMachines, one_host_each
 from distnb.machines.secret import write_keys
+from distnb.machines.transport import Transport, check_versions
 from distnb.machines.transports.ipyparallel_client import EngineRequests, check_cluster, connected
 from distnb.machines.transports.ipyparallel_engine import ENGINE_ENDED, boot_id, network_namespace
 
@@ -287,10 +287,10 @@ class IPythonParallelTransport(Transport):
             return _Lease("127.0.0.1")
         return _Lease(listening_address(others, self._options.interface))
 
-    def command(self, host: str, task: str) -> list[str]:
+    def command(self, host: str) -> list[str]:
         """Return the command of a client of the host's server."""
         server = self._servers[host]
-        return [*PYTHON_MODULE, "distnb.machines.server_client", server.address, str(server.keys), task]
+        return [*PYTHON_MODULE, "distnb.machines.server_client", server.address, str(server.keys)]
 
     def network_name(self, host: str) -> str:
         """Return the address of the host's server."""

@@ -3,7 +3,7 @@
 `describe` reports the engine's machine, and `start_server` starts this module as a program. That process runs a
 `Server`, as `distnb worker` does:
 
-    ipyparallel engine ── starts ──▶ server ──▶ node agent ──▶ distnb's engine
+    ipyparallel engine ── starts ──▶ server ──▶ machine agent ──▶ distnb's engine
                                        └── stays connected to the notebook
 
 The server is a process of its own, so the ipyparallel engine remains free for its user. It ends with the ipyparallel

@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distnb.machines.base import NODE_AGENT, Transport
 from distnb.machines.hosts import HostOptions, Way
 from distnb.machines.named_machines import NamedMachines
+from distnb.machines.transport import MACHINE_AGENT, Transport
 
 __all__ = ["MPI", "MpiexecTransport"]
 
@@ -47,11 +47,11 @@ class MpiexecTransport(Transport):
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
 
-    def command(self, host: str, task: str) -> list[str]:
+    def command(self, host: str) -> list[str]:
         """Return the command of an mpiexec that stays connected, with options that all implementations accept."""
         # By default, Open MPI binds a single process to a single core.
         mpiexec = ["mpiexec", "-n", "1", "--bind-to", "none", *self._arguments, "--host", host]
-        return [*mpiexec, *NODE_AGENT, task]
+        return [*mpiexec, *MACHINE_AGENT]
 
     def environment(self, directory: Path) -> Mapping[str, str]:
         """Return an environment with a folder in the directory for Open MPI's session files.

@@ -3,8 +3,8 @@
 Ray reserves a bundle of resources for each engine, in one placement group. An actor in each bundle runs a `Server`, as
 `distnb worker` does, which starts the engine with the devices that Ray assigned to the actor:
 
-    notebook, Ray's driver ── creates ──▶ placement group   bundle 0: actor, Server ──▶ node agent ──▶ engine 0
-                                                            bundle 1: actor, Server ──▶ node agent ──▶ engine 1
+    notebook, Ray's driver ── creates ──▶ placement group   bundle 0: actor, Server ──▶ machine agent ──▶ engine 0
+                                                            bundle 1: actor, Server ──▶ machine agent ──▶ engine 1
 
 Ray ends the actors and frees the bundles when the driver ends for any reason, SIGKILL included. If a node is lost, Ray
 moves its bundles to other nodes and starts their actors again, at new addresses. So a host is the name of a bundle here
@@ -32,9 +32,9 @@ from distnb.cluster.process_environment import import_environment, is_installed
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import is_loopback, split_address
 from distnb.errors import OptionError, StartError
-from distnb.machines.base import Transport
 from distnb.machines.hosts import HostOptions, Way
 from distnb.machines.other_machines import OtherMachines, one_host_each
+from distnb.machines.transport import Transport
 from distnb.machines.transports.server_transport import ServerTransport
 
 __all__ = ["EngineHost", "Ray", "RayNodes", "usual_number_of_engines"]
@@ -108,7 +108,7 @@ class Ray(OtherMachines):
 
 
 class EngineHost:
-    """The actor in a bundle, which serves node agents until Ray ends it.
+    """The actor in a bundle, which serves machine agents until Ray ends it.
 
     Args:
         secret: The secret of the servers and the notebook. Everyone who can connect to a Ray cluster can run code on
@@ -240,9 +240,9 @@ class RayNodes(Transport):
             ) from error
         return dict(zip(asked, found, strict=True))
 
-    def command(self, host: str, task: str) -> list[str]:
+    def command(self, host: str) -> list[str]:
         """Return the command of a client of the host's server."""
-        return self._servers.command(self._addresses[host], task)
+        return self._servers.command(self._addresses[host])
 
     def network_name(self, host: str) -> str:
         """Return the address of the host's node."""

@@ -11,14 +11,13 @@ from distnb.cluster.process_environment import PYTHON_MODULE
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import split_address
-from distnb.machines.base import Transport
-from distnb.machines.heartbeat import LOST
 from distnb.machines.hosts import HostOptions, Way
 from distnb.machines.named_machines import with_engines
 from distnb.machines.other_machines import OtherMachines, check_count
 from distnb.machines.resolved_machines import addresses_of, check_resolver
 from distnb.machines.secret import read_secret, secret_path
 from distnb.machines.server_client import connect_patience_s
+from distnb.machines.transport import LOST, Transport
 
 __all__ = ["ServerTransport", "Servers"]
 
@@ -86,9 +85,9 @@ class ServerTransport(Transport):
         self._tasks = tasks or {}
         self.patience_s = connect_patience_s() + _ANSWER_S
 
-    def command(self, host: str, task: str) -> list[str]:
+    def command(self, host: str) -> list[str]:
         """Return a client's command. It contains the path of the secret, never the secret."""
-        return [*PYTHON_MODULE, "distnb.machines.server_client", host, str(self._secret), task]
+        return [*PYTHON_MODULE, "distnb.machines.server_client", host, str(self._secret)]
 
     def network_name(self, host: str) -> str:
         """Return the address without its port."""
@@ -98,7 +97,7 @@ class ServerTransport(Transport):
         """Return the error, with the address and the task."""
         task = f" of {self._tasks[host]}" if host in self._tasks else ""
         if status != LOST:
-            return f"The server{task} at {host} could not run a node agent."
+            return f"The server{task} at {host} could not run a machine agent."
         return f"There is no connection to the server{task} at {host}."
 
     def machine(self, host: str) -> str:

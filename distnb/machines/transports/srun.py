@@ -17,9 +17,9 @@ from pathlib import Path
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
 from distnb.errors import OptionError, StartError
-from distnb.machines.base import NODE_AGENT, Transport
 from distnb.machines.hosts import HostOptions, Way
 from distnb.machines.named_machines import NamedMachines
+from distnb.machines.transport import MACHINE_AGENT, Transport
 
 __all__ = ["Slurm", "SrunTransport"]
 
@@ -88,11 +88,11 @@ class SrunTransport(Transport):
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
 
-    def command(self, host: str, task: str) -> list[str]:
+    def command(self, host: str) -> list[str]:
         """Return the command of an srun that stays connected."""
         # If an option is given twice, srun uses the last value. So the user can override `_USUAL`, but not `_NEEDED`.
         srun = ["srun", *_USUAL, *self._arguments, *_NEEDED, f"--nodelist={host}"]
-        return [*srun, *NODE_AGENT, task]
+        return [*srun, *MACHINE_AGENT]
 
     def environment(self, directory: Path) -> Mapping[str, str]:
         """Return the environment without the variables of a surrounding step, which srun would read as options."""

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 from distnb import __version__
 from distnb.errors import StartError
-from distnb.machines.base import NODE_AGENT, Transport
-from distnb.machines.heartbeat import LOST
 from distnb.machines.hosts import HostOptions, Way
 from distnb.machines.named_machines import NamedMachines
+from distnb.machines.transport import LOST, MACHINE_AGENT, Transport
 
 __all__ = ["SSH", "SSHTransport"]
 
@@ -62,12 +61,12 @@ class SSHTransport(Transport):
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
 
-    def command(self, host: str, task: str) -> list[str]:
-        """Return the command of an ssh that stays connected. `exec` replaces the remote shell with the node agent."""
+    def command(self, host: str) -> list[str]:
+        """Return the command of an ssh that stays connected. `exec` replaces the remote shell with the agent."""
         # If an option is given twice, ssh uses the first value. `_OPTIONS` come first, because distnb relies on them.
         ours = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
         ssh = ["ssh", *ours, *self._arguments, "-o", "ConnectTimeout=20"]
-        return [*ssh, host, f"exec {shlex.join([*NODE_AGENT, task])}"]
+        return [*ssh, host, f"exec {shlex.join([*MACHINE_AGENT])}"]
 
     def network_name(self, host: str) -> str:
         """Return the host name from ssh's configuration."""
