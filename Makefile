@@ -136,7 +136,7 @@ $(VENV)/.made-lowest: $(VENV)/.made-test pyproject.toml
 	@touch $@
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-ray-train $(VENV)/.made-tensorflow
-	@missed=; for name in roundtrip ordinary_loop empty_cell training one_replica startup connecting resize ray_start live_view live_curves \
+	@missed=; for name in roundtrip ordinary_loop empty_cell training one_replica startup startup_hosts connecting resize ray_start live_view live_curves \
 		transfer cross_device_ops central_storage sharded checkpoints keras_fit server_transport parameter_servers scale; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || missed="$$missed $$name"; done; \
 	[ -z "$$missed" ] || { echo "Targets were missed, or runs failed, in:$$missed" >&2; exit 1; }

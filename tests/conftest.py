@@ -97,6 +97,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_unconfigure(config: pytest.Config) -> None:
     warm_python.close()
     warm_engines.close()
+    remove_folders()
+
+
+def remove_folders() -> None:
+    """Remove the files of this run."""
     shutil.rmtree(_ROOT, ignore_errors=True)
 
 

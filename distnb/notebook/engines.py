@@ -201,7 +201,7 @@ class Engines:
         """Return the log of each process, by its name. Machines that do not answer in time are missing."""
         found = process_log.log_texts(self.cluster.directory)
         afar = {host: engine for engine in reversed(self.left) if (host := self.cluster.host(engine))}
-        for engine, texts in self.supervisor.ask_log(sorted(afar.values()), timeout_s).items():
+        for engine, texts in sorted(self.supervisor.ask_log(afar.values(), timeout_s).items()):
             found |= {
                 process if process not in found else f"{process}-{engine}": text for process, text in texts.items()
             }
