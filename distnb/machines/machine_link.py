@@ -66,7 +66,7 @@ class MachineLink:
         self.failure = ""
         """The reason why it cannot be used, in words, if it ended or has the wrong versions before an answer."""
         self.is_open = True
-        self._engines: dict[int, tuple[Path, Ended]] = {}  # the log of each engine that runs, and whom to tell its end
+        self._engines: dict[int, tuple[Path, Ended]] = {}  # the log of each engine that runs, and the function for its end
         self._expected: set[int] = set()
         self._begun = self._closing = False
         self._closed_words: str | None = None
@@ -108,7 +108,7 @@ class MachineLink:
             assignment: The cluster, which the agent needs once.
             devices: The engines' devices.
             sharing: The number of engines that share the machine.
-            logs: For each engine, the file for its output, and the function that is told its end.
+            logs: For each engine, the file for its output, and the function that is called at its end.
         """
         with self._processes.changed:
             self._engines |= logs

@@ -80,7 +80,7 @@ class Transport(ABC):
 
 
 class Found(NamedTuple):
-    """What a machine has.
+    """The resources and packages of a machine.
 
     Attributes:
         gpus: The number of its GPUs.
