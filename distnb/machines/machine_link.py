@@ -66,7 +66,7 @@ class MachineLink:
         self.failure = ""
         """The reason why it cannot be used, in words, if it ended or has the wrong versions before an answer."""
         self.is_open = True
-        self._engines: dict[int, tuple[Path, Ended]] = {}  # the log of each engine that runs, and the function for its end
+        self._engines: dict[int, tuple[Path, Ended]] = {}  # those that run: their logs, and functions for their ends
         self._expected: set[int] = set()
         self._begun = self._closing = False
         self._closed_words: str | None = None
