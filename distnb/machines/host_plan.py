@@ -16,7 +16,7 @@ from distnb.cluster.start_options import StartOptions
 from distnb.errors import DistnbError
 from distnb.machines.further_engines import place_further
 from distnb.machines.hosts import HostOptions, Way
-from distnb.machines.launcher import Hosts, MachineLinks
+from distnb.machines.machine_launcher import Hosts, MachineLinks
 from distnb.machines.transport import Found
 from distnb.topology import WORKER, Device
 

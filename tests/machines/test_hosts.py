@@ -33,7 +33,7 @@ from distnb.errors import OptionError, StartError
 from distnb.machines.heartbeat import heartbeat
 from distnb.machines.host_plan import make_plan
 from distnb.machines.hosts import HostOptions, Way
-from distnb.machines.launcher import Hosts, MachineLinks
+from distnb.machines.machine_launcher import Hosts, MachineLinks
 from distnb.machines.machine_messages import Assignment, decode_order, decode_report, encode_order, encode_report
 from distnb.machines.other_machines import OtherMachines
 from distnb.machines.start_line import read_options
