@@ -14,9 +14,9 @@ from distnb.cluster.local.processes import Processes
 from distnb.cluster.network import listening_address
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import DistnbError
+from distnb.machines.agents.machine_launcher import Hosts, MachineLinks
 from distnb.machines.further_engines import place_further
 from distnb.machines.hosts import HostOptions, Way
-from distnb.machines.machine_launcher import Hosts, MachineLinks
 from distnb.machines.transport import Found
 from distnb.topology import WORKER, Device
 

@@ -16,7 +16,7 @@ from distnb.errors import StartError
 
 __all__ = ["LOST", "MACHINE_AGENT", "Found", "Transport", "check_versions"]
 
-MACHINE_AGENT = (*PYTHON_MODULE, "distnb.machines.machine_agent")
+MACHINE_AGENT = (*PYTHON_MODULE, "distnb.machines.agents.machine_agent")
 """The machine agent's command, the same on every machine."""
 
 LOST = 255

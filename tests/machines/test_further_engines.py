@@ -13,9 +13,9 @@ from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import StartError
+from distnb.machines.agents.machine_launcher import MachineLinks
 from distnb.machines.host_plan import HostPlan
 from distnb.machines.hosts import HostOptions
-from distnb.machines.machine_launcher import MachineLinks
 from distnb.machines.transport import Found, Transport
 from distnb.topology import PS, WORKER, Device, Task
 

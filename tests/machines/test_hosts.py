@@ -30,11 +30,11 @@ from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import are_workers
 from distnb.errors import OptionError, StartError
-from distnb.machines.heartbeat import heartbeat
+from distnb.machines.agents.heartbeat import heartbeat
+from distnb.machines.agents.machine_launcher import Hosts, MachineLinks
+from distnb.machines.agents.machine_messages import Assignment, decode_order, decode_report, encode_order, encode_report
 from distnb.machines.host_plan import make_plan
 from distnb.machines.hosts import HostOptions, Way
-from distnb.machines.machine_launcher import Hosts, MachineLinks
-from distnb.machines.machine_messages import Assignment, decode_order, decode_report, encode_order, encode_report
 from distnb.machines.other_machines import OtherMachines
 from distnb.machines.start_line import read_options
 from distnb.machines.transport import Found, Transport
@@ -413,7 +413,7 @@ def launch(program: str, processes: Processes, log: Path) -> tuple[Hosts, dict[i
 def test_the_end_of_an_engine_is_reported_with_its_cause(
     program: str, message: str, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distnb.machines.machine_link.LOST_AFTER_S", 0.5)
+    monkeypatch.setattr("distnb.machines.agents.machine_link.LOST_AFTER_S", 0.5)
     program = _BEATS + program
     _, _, ends = launch(program, processes, tmp_path)
     found = [ends.get(timeout=60), ends.get(timeout=60)]

@@ -15,8 +15,8 @@ from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError, StartError
+from distnb.machines.agents.machine_launcher import MachineLinks
 from distnb.machines.host_plan import HostPlan
-from distnb.machines.machine_launcher import MachineLinks
 from distnb.machines.transport import Found
 from distnb.machines.transports import ipyparallel_cluster
 from distnb.machines.transports.ipyparallel_cluster import IPythonParallel

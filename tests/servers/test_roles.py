@@ -16,9 +16,9 @@ from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmCl
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.tasks import server_cluster_tasks, tasks_in, tasks_of
 from distnb.errors import NoClusterError, OptionError, StartError
+from distnb.machines.agents.machine_launcher import MachineLinks
 from distnb.machines.host_plan import HostPlan
 from distnb.machines.hosts import HostOptions, Way
-from distnb.machines.machine_launcher import MachineLinks
 from distnb.machines.other_machines import OtherMachines
 from distnb.machines.secret import read_secret, secret_path
 from distnb.machines.server_client import connect_patience_s

@@ -137,8 +137,8 @@ def main() -> None:
 
 def _serve(request: dict[str, Any]) -> None:
     from distnb.cluster.connection import Connection, make_keys
+    from distnb.machines.agents.heartbeat import heartbeat
     from distnb.machines.engine_server import Server
-    from distnb.machines.heartbeat import heartbeat
     from distnb.machines.secret import keys_in_memory
 
     keys = replace(make_keys(), client_public=request["client"], client_secret="")

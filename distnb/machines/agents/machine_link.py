@@ -29,7 +29,7 @@ from distnb.cluster.local.orphans import end_group
 from distnb.cluster.local.processes import Processes, describe_status
 from distnb.cluster.process_environment import import_environment
 from distnb.errors import StartError
-from distnb.machines.machine_messages import Assignment, decode_report, encode_order
+from distnb.machines.agents.machine_messages import Assignment, decode_report, encode_order
 from distnb.machines.transport import LOST, Found, Transport
 
 __all__ = ["MachineLink"]

@@ -13,8 +13,8 @@ from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, La
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.process_environment import forwarded_environment, hash_seed
 from distnb.errors import ClusterError, StartError
-from distnb.machines.machine_link import MachineLink
-from distnb.machines.machine_messages import Assignment
+from distnb.machines.agents.machine_link import MachineLink
+from distnb.machines.agents.machine_messages import Assignment
 from distnb.machines.transport import Found, Transport
 from distnb.topology import Device
 

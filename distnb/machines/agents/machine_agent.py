@@ -1,12 +1,12 @@
-"""`python -m distnb.machines.machine_agent`: the program that owns the engines of one other machine.
+"""`python -m distnb.machines.agents.machine_agent`: the program that owns the engines of one other machine.
 
 A transport starts it once per machine. It reports what the machine has, forks engines from a process that has loaded
 torch, as on the notebook's own machine (`distnb.cluster.local.forking`), watches them, and ends them: at an order, or
 when the notebook has ended or can no longer be reached. It never computes, so an engine cannot delay it.
 
-It has two connections to the notebook: its standard streams (`distnb.machines.machine_messages`), which stay open as
-long as the notebook needs the machine, and one to the notebook's control channel, which the kernel checks with
-keep-alive probes. For a suspended notebook, the notebook's kernel still answers the probes.
+It has two connections to the notebook: its standard streams (`machine_messages.py`), which stay open as long as the
+notebook needs the machine, and one to the notebook's control channel, which the kernel checks with keep-alive probes.
+For a suspended notebook, the notebook's kernel still answers the probes.
 
     main thread     follows orders, one after the other, until a reason to end comes
     input, output   read orders, and write reports: a notebook that does not read delays nothing else
@@ -51,8 +51,8 @@ from distnb.cluster.package_versions import installed_packages
 from distnb.cluster.process_environment import without_task_variables
 from distnb.cluster.worker_placement import network_environment
 from distnb.errors import DistnbError, StartError
-from distnb.machines.heartbeat import heartbeat
-from distnb.machines.machine_messages import Assignment, decode_order, encode_report
+from distnb.machines.agents.heartbeat import heartbeat
+from distnb.machines.agents.machine_messages import Assignment, decode_order, encode_report
 from distnb.process_log import open_log
 from distnb.topology import parse_device
 

@@ -1,0 +1,1 @@
+"""The program that owns the engines of another machine, and the notebook's end of the connection to it."""
