@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import OptionError, closest
@@ -24,6 +25,8 @@ _TAKES = {
     "ipyparallel": ("ipyparallel", "wait", "interface"),
 }
 _LAUNCHERS = ("local", "ssh", "slurm", "mpi", "server")
+_GROUP = "distnb.launchers"
+"""The entry points of launchers in other packages: subclasses of `NamedMachines`, by the word for `--launcher`."""
 _RESOLVERS = {
     "slurm": "SlurmClusterResolver",
     "tfconfig": "TFConfigClusterResolver",
@@ -37,7 +40,7 @@ def add_options(add: Callable[..., Any]) -> None:
     add("--per-host", metavar="N", type=int, help="number of engines on each machine")
     add("--interface", metavar="NAME", help="network interface towards the machines, such as eth0")
     add("--ssh-args", metavar="TEXT", default=[], type=shlex.split, help='arguments for ssh: "-p 2222"')
-    add("--launcher", metavar="WORD", help="launcher of the engines: ssh, slurm, mpi, or server")
+    add("--launcher", metavar="WORD", help="launcher of the engines: ssh, slurm, mpi, server, or a package's")
     add("--launcher-args", metavar="TEXT", default=[], type=shlex.split, help="arguments for srun or mpiexec")
     add(
         "--ray",
@@ -79,7 +82,7 @@ def read_options(line: dict[str, Any], user_ns: Mapping[str, Any]) -> OtherMachi
     kind = _kind(launcher, given)
     if kind is None:
         return None
-    takes = _TAKES[kind]
+    takes = _TAKES.get(kind, _TAKES["mpi"])
     for name in given:
         if name not in takes:
             raise OptionError(f"{_option(name)} does not apply to {_way(kind)}, which takes {_list(takes)}.")
@@ -96,10 +99,10 @@ def read_options(line: dict[str, Any], user_ns: Mapping[str, Any]) -> OtherMachi
 
 def _kind(launcher: str | None, given: Mapping[str, Any]) -> str | None:
     """Return the way to the machines, a key of `_TAKES`; None for this machine."""
-    if launcher not in (None, *_LAUNCHERS):
+    if launcher not in (None, *_LAUNCHERS) and launcher not in (others := entry_points(group=_GROUP).names):
         raise OptionError(
-            f"--launcher {launcher} is unknown. The launchers are {', '.join(_LAUNCHERS)}. Inside an allocation of "
-            "another cluster manager, use mpi or ssh with its machines: --hosts a,b."
+            f"--launcher {launcher} is unknown. The launchers are {', '.join([*_LAUNCHERS, *sorted(others)])}. Inside "
+            "an allocation of another cluster manager, use mpi or ssh with its machines: --hosts a,b."
         )
     for kind in ("ipyparallel", "ray"):
         if kind in given:
@@ -143,7 +146,8 @@ def _named(kind: str, given: dict[str, Any]) -> OtherMachines:
     if kind == "server":
         return Servers(machines, **given)
     arguments = given.pop("ssh_args", given.pop("launcher_args", ()))
-    make: Callable[..., OtherMachines] = {"ssh": SSH, "slurm": Slurm, "mpi": MPI}[kind]
+    usual: Mapping[str, Callable[..., OtherMachines]] = {"ssh": SSH, "slurm": Slurm, "mpi": MPI}
+    make = usual[kind] if kind in usual else entry_points(group=_GROUP)[kind].load()
     return make(machines, arguments=arguments, **given)
 
 

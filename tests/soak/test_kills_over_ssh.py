@@ -25,7 +25,7 @@ _STARTED_S = 6.0  # about the time of a start, a resize and a stop
 _VICTIMS = {
     "ssh": lambda words: words[:1] == ["ssh"],
     "agent": lambda words: "distnb.machines.agents.machine_agent" in words,
-    "engine": lambda words: "distnb.engine" in words,
+    "engine": lambda words: words[-2:] == ["-m", "distnb.engine"],
 }
 
 
