@@ -554,7 +554,7 @@ def _ended() -> weakref.ref[Any]:
 _RULES: dict[type, Callable[[Any, Any], Any]] = {
     types.FunctionType: lambda pickler, obj: pickler.function(obj),
     types.CellType: lambda pickler, obj: definitions.reduce_cell(obj),
-    types.CodeType: lambda pickler, obj: NotImplemented,
+    types.CodeType: lambda pickler, obj: definitions.reduce_code(obj),
     functools._lru_cache_wrapper: lambda pickler, obj: pickler.cache(obj),
     functools.cached_property: lambda pickler, obj: (
         functools.cached_property,

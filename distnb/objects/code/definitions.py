@@ -44,6 +44,7 @@ __all__ = [
     "own_names",
     "parts_of",
     "reduce_cell",
+    "reduce_code",
     "reduce_class",
     "reduce_function",
     "reduce_named_type",
@@ -215,8 +216,8 @@ def _globals_of(function: types.FunctionType, user_ns: dict[str, Any]) -> dict[s
 def function_state(function: types.FunctionType) -> dict[str, Any]:
     """Return the state of a function: everything except its code, closure and globals."""
     return {
-        "__name__": _same_string(function.__name__, function.__code__.co_name),
-        "__qualname__": _same_string(function.__qualname__, function.__code__.co_qualname),
+        "__name__": _interned(function.__name__),
+        "__qualname__": _interned(function.__qualname__),
         "__defaults__": function.__defaults__,
         "__kwdefaults__": function.__kwdefaults__,
         "__annotations__": annotations_of(function),
@@ -226,9 +227,10 @@ def function_state(function: types.FunctionType) -> dict[str, Any]:
     }
 
 
-def _same_string(name: str, in_code: str) -> str:
-    """Return a function's name as the string object in its code. Equal but distinct strings change a digest."""
-    return in_code if name == in_code else name
+def reduce_code(code: types.CodeType) -> Any:
+    """Reduce code. Code that was compiled here and code that was unpickled have equal digests."""
+    make, args = cloudpickle_internals.reduce_code(code)
+    return make, tuple(map(_interned, args))
 
 
 def annotations_of(value: Any) -> dict[str, Any]:
@@ -246,9 +248,9 @@ def annotations_of(value: Any) -> dict[str, Any]:
     return found
 
 
-def _interned(module: str | None) -> str | None:
-    """Return a module's name as one interned string. Equal but distinct strings change the digest of a class."""
-    return sys.intern(module) if type(module) is str else module
+def _interned(value: Any) -> Any:
+    """Return a string as one interned object, and another value as it is. Equal but distinct strings change digests."""
+    return sys.intern(value) if type(value) is str else value
 
 
 def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:

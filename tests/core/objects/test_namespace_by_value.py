@@ -361,3 +361,13 @@ def test_a_figure_whose_transforms_are_held_in_another_order_by_a_replica_stays_
     assert ns["here"] == ns["there"] == [900, 880], "transforms follow the figure's size"
     run_all(world, [ordinary(f"f.set_size_inches(20, 5)\nhere = {place}"), distributed(f"there = {place}")])
     assert ns["here"] == ns["there"] == [1800, 440]
+
+
+def test_a_function_has_one_digest_where_it_was_defined_and_where_it_was_sent() -> None:
+    world = DoubleWorld(1)
+    run_all(world, [distributed("def step(x: int = 1):\n    'A step.'\n    optimizer.step(x, 'a word')")])
+    teams = world.namespaces[0].teams
+    tracker, step = teams.of(teams.keys[0]).tracker, world.engines[0].user_ns["step"]
+    sent = tracker.open_loose(tracker.pack_loose({"step": step}))["step"]
+    assert sent is not step
+    assert tracker.digest({"step": sent}).by_name == tracker.digest({"step": step}).by_name
