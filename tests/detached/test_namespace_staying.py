@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from distnb.notebook.handles.handle import state_of_handle
+from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from tests.support.worlds import Cell, DoubleWorld, PlainWorld, compare, distributed, ordinary, run_all
 
 THREAD = """
@@ -163,3 +165,17 @@ scale = 1
 def test_names_read_by_hidden_functions_of_an_object_are_found(world: DoubleWorld, made: list[Cell]) -> None:
     run_all(world, [ordinary(HIDING), *made, ordinary("x = box.go()\nn = 2\nscale = 3\nextra = 20\ny = box.go()")])
     assert (world.names()["x"], world.names()["y"]) == (11, 26)
+
+
+def test_the_next_notebook_finds_a_name_that_only_one_replica_gave_to_an_object(world: DoubleWorld) -> None:
+    run_all(world, [distributed("import torch\nm = torch.nn.Linear(2, 1)"), distributed("if not rid():\n    best = m")])
+    bound = {name: state_of_handle(world.notebook.user_ns.pop(name)).identity for name in ("best", "m")}
+    objects = world.namespaces[0].teams
+    world.namespace = NotebookNamespace(world.notebook.user_ns, world.perform)
+    world.namespace.continue_from(objects.serial, 1)
+    tracked = world.namespace.adopt_team(objects.keys[0], (0, 1))
+    snapshot = world.namespace.restoring_snapshot(tracked)
+    results = {replica: each.restore(snapshot, replica, bound, ()) for replica, each in enumerate(world.namespaces)}
+    world.namespace.restored(tracked, results)
+    run_all(world, [distributed("if not rid():\n    n = best.in_features")])
+    assert (world.names()["best"].component(0).in_features, world.names()["n"].component(0)) == (2, 2)

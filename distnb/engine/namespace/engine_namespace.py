@@ -391,6 +391,7 @@ class EngineNamespace:
         result = self.finish(mark)
         kept = {each.identity for described in result.names.values() if (each := as_object(described)) is not None}
         kept |= result.fresh.keys()
+        kept |= {(snapshot.serial, name) for name in result.names}  # the notebook's, if the replicas do not agree
         objects.release([identity for identity in objects.owned if identity not in kept])
         return result._replace(sources=remembered)
 
