@@ -68,8 +68,8 @@ class OwnedByDaemon(LastingOwner):
     ) -> object:
         """Wait for programs that still run, show their output, and bind the names of the earlier notebook."""
         namespace.most_nbytes = self.client.facts.data_limit_nbytes
-        latest = resume_programs(engines, on_progress)
-        return restore_names(engines, namespace, ask, latest)
+        idle_states = resume_programs(engines, on_progress)
+        return restore_names(engines, namespace, ask, idle_states)
 
     def note_names(self, user_ns: Mapping[str, Any], program: int) -> None:
         """Save the names that are bound to engine objects, for the next notebook."""

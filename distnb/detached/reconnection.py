@@ -26,6 +26,7 @@ from distnb.notebook.namespace.user_names import user_names
 from distnb.notebook.session_part import Ask
 from distnb.topology import Team
 from distnb.values import Mirrored
+from distnb.wire.exchange import TeamKey
 from distnb.wire.messages import EngineState, Hello, Status
 
 __all__ = ["Restored", "restore_names", "resume_programs"]
@@ -65,11 +66,11 @@ class Restored:
         return "\n".join(lines) or "No names were bound to objects of the engines."
 
 
-def resume_programs(engines: Engines, on_progress: Callable[[str], None]) -> dict[int, int]:
+def resume_programs(engines: Engines, on_progress: Callable[[str], None]) -> dict[int, EngineState]:
     """Wait until every engine is idle, and show the output of the programs that the earlier notebook did not see end.
 
     Returns:
-        The number of the latest program that each engine received.
+        The state of each engine then.
 
     Raises:
         ClusterError: An engine does not answer, or does not end its program.
@@ -100,11 +101,10 @@ def resume_programs(engines: Engines, on_progress: Callable[[str], None]) -> dic
         supervisor.send(engine, ShowKept(first_unseen[engine]))
 
     errors: dict[int, Any] = {}
-    latest: dict[int, int] = {}
+    idle_states: dict[int, EngineState] = {}
 
     def idle(hello: Hello) -> None:
-        state = hello.state or _OF_NEW_ENGINE
-        latest[hello.engine] = state.program
+        idle_states[hello.engine] = state = hello.state or _OF_NEW_ENGINE
         if state.error is not None and state.program in programs:
             errors[hello.engine] = error = state.error
             supervisor.failed(hello.engine, state.program, f"{error.type_name}: {error.text}")
@@ -127,7 +127,7 @@ def resume_programs(engines: Engines, on_progress: Callable[[str], None]) -> dic
             "cluster (distnb stop NAME in a terminal)."
         )
     _show_errors(errors, team)
-    return latest
+    return idle_states
 
 
 def _states(engines: Engines, on_progress: Callable[[str], None]) -> dict[int, EngineState]:
@@ -165,36 +165,42 @@ def _show_errors(errors: Mapping[int, Any], team: Team | None) -> None:
         break
 
 
-def restore_names(engines: Engines, namespace: NotebookNamespace, ask: Ask, latest: Mapping[int, int]) -> Restored:
+def restore_names(
+    engines: Engines, namespace: NotebookNamespace, ask: Ask, idle_states: Mapping[int, EngineState]
+) -> Restored:
     """Bind the names of the earlier notebook, except those that this one has.
 
     Args:
-        latest: The result of `resume_programs`. If the earlier notebook ended while it sent a program, only some of the
-            engines received it, and it was ended there. Then the random states are those of the others, so that the
-            program can be repeated with the same numbers.
+        idle_states: The result of `resume_programs`. If the earlier notebook ended while it sent a program, only some
+            of the engines received it, and it was ended there. Then the random states are those of the others, so that
+            the program can be repeated with the same numbers.
     """
-    hellos = engines.supervisor.hellos
-    greeted = {engine: hello for engine in engines.left if (hello := hellos.get(engine)) is not None}
-    states = {engine: hello.state or _OF_NEW_ENGINE for engine, hello in greeted.items()}
-    namespace.continue_from(max((state.serial for state in states.values()), default=0))
+    states = {engine: idle_states[engine] for engine in engines.left if engine in idle_states}
     saved = SavedNames.load(engines.cluster.directory)
     before = {name for name in user_names(namespace.user_ns) if not _is_stale(namespace.user_ns[name])}
     names = {name: each.identity for name, each in saved.bound.items()}
-    keys = sorted({key for state in states.values() for key in state.teams}, key=lambda key: -len(key.engines))
-    # The notebook may have ended before a new process got a copy of what the others have.
-    empty = {engine for engine, state in states.items() if keys and not state.teams}
+    teams = {engine: set() if state.incomplete else set(state.teams) for engine, state in states.items()}
+    _rename_late(namespace, states, teams)
+    keys = sorted(set[TeamKey]().union(*teams.values()), key=lambda key: -len(key.engines))
+    namespace.continue_from(
+        max((state.serial for state in states.values()), default=0), max((key.formed for key in keys), default=0)
+    )
+    # The notebook may have ended before a new process got a copy of what the others have, or before it got all of it.
+    empty = {engine for engine, state in states.items() if state.incomplete or (keys and not teams[engine])}
     for engine in {*engines.ids, *(engine for key in keys for engine in key.engines)} - (states.keys() - empty):
         namespace.engine_died(engine)
     skipped = tuple(before)
     for key in keys:
         alive = [engine for engine in key.engines if engine in states and engine not in empty]
-        if not all(key in states[engine].teams for engine in alive):
+        if not all(key in teams[engine] for engine in alive):
             continue  # the notebook ended while it sent the engines another key
         tracked = namespace.adopt_team(key, engines.ids)
         team_engines = tracked.key.engines
         snapshot = namespace.restoring_snapshot(tracked)
-        behind = min(team_engines, key=lambda engine: latest.get(engine, 0))
-        undone = tuple(engine for engine in team_engines if latest.get(engine, 0) > latest.get(behind, 0))
+        behind = min(team_engines, key=lambda engine: states[engine].program)
+        undone = tuple(
+            engine for engine in team_engines if states[engine].program > states[behind].program and states[engine].ran
+        )
         order = partial(Restore, snapshot=snapshot, names=names, skipped=skipped, undone=undone)
         replies = ask(team_engines, lambda program, team, order=order: order(program, team))  # type: ignore[misc]
         environment = replies[behind].environment
@@ -214,6 +220,18 @@ def restore_names(engines: Engines, namespace: NotebookNamespace, ask: Ask, late
         namespace.engines_replaced(empty, states.keys() - empty)
         namespace.divide()
     return _sorted_names(namespace.user_ns, before, saved)
+
+
+def _rename_late(
+    namespace: NotebookNamespace, states: Mapping[int, EngineState], teams: Mapping[int, set[TeamKey]]
+) -> None:
+    """Rename teams on the engines that the earlier notebook had not notified, and change their keys in `teams`."""
+    for old, new, inherits in dict.fromkeys(each for state in states.values() for each in state.renamings):
+        late = [engine for engine in new.engines if old in teams.get(engine, ())]
+        namespace.operations.rename(late, old, new, inherits=inherits)
+        for engine in late:
+            teams[engine].remove(old)
+            teams[engine].add(new)
 
 
 def _is_stale(value: Any) -> bool:

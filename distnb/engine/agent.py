@@ -41,6 +41,7 @@ from distnb.input import dataset as datasets
 from distnb.input.sources import workers
 from distnb.runtime import step_count
 from distnb.runtime.program_ends import program_ended
+from distnb.runtime.randomness import streams
 from distnb.runtime.this_process import this_process
 from distnb.topology import Device
 from distnb.wire import unix_socket
@@ -93,6 +94,7 @@ class Agent:
         workers.raise_worker_errors_only_while(lambda: self.guard.running)
         self._size = 1  # the number of replicas of the latest program
         self._latest: Any = None  # the latest program of a team: its message
+        self._runs_before = 0  # the number of calls of `run` before it
         self._latest_error: ErrorReport | None = None  # only if the engine stays
         place = str(torch_device(device))
         self._objects = ObjectsOfTeams(shell.user_ns, "cpu" if place.startswith("cpu") else place)
@@ -181,6 +183,9 @@ class Agent:
                 serial=self._objects.serial,
                 generation=team.generation if team is not None else 0,
                 teams=self._objects.keys,
+                renamings=self._objects.renamings,
+                incomplete=self._objects.incomplete,
+                ran=streams.runs > self._runs_before,
                 strategies=() if process is None else tuple(strategy.spec for strategy in process.strategies),
                 error=self._latest_error,
             )
@@ -219,7 +224,7 @@ class Agent:
         replica = kind.replica(message)
         if _logger.isEnabledFor(logging.DEBUG):
             _logger.debug("program %d began: %s, replica %d", message.program, type(message).__name__, replica)
-        self._latest = message
+        self._latest, self._runs_before = message, streams.runs
         step_count.watch_optimizers()
         datasets.program_began()
         self._console.refusal = kind.refusal

@@ -44,6 +44,7 @@ class Streams:
 
     Attributes:
         depth: The depth of nested runs: `run` may be called in `merge_call` in `run`.
+        runs: The number of runs that have begun, without nested ones.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class Streams:
         self._other: list[torch.Tensor] = []  # the states of the stream that is not in use
         self._is_own = False
         self._before = self._replica_id, self._shared_bytes, self._other  # the latest `run`
-        self.depth = 0
+        self.depth = self.runs = 0
 
     def use_device(self, device: Device) -> None:
         """Include this device's generator in the switches, if it has one."""
@@ -69,6 +70,7 @@ class Streams:
         if self.depth > 1:
             self._use(own=True)
             return
+        self.runs += 1
         self._before = self._replica_id, self._shared_bytes, self._other
         shared = self.read()
         found = _bytes(shared)

@@ -23,6 +23,7 @@ __all__ = [
     "Inquiry",
     "NamedArgument",
     "Reloads",
+    "Renaming",
     "Request",
     "Settlement",
     "Snapshot",
@@ -48,6 +49,20 @@ class TeamKey(NamedTuple):
     engines: tuple[int, ...]
     formed: int
     whole: tuple[int, ...]
+
+
+class Renaming(NamedTuple):
+    """The change of a team's key, since it has become smaller or larger.
+
+    Attributes:
+        old: The key before.
+        new: The key afterwards.
+        inherits: Whether replicas that stay add the parts of replicas that leave to their own (see `Settlement`).
+    """
+
+    old: TeamKey
+    new: TeamKey
+    inherits: bool
 
 
 def former(name: str, serial: int) -> str:

@@ -18,7 +18,7 @@ from distnb.options import StrategySpec
 from distnb.topology import Team
 
 if TYPE_CHECKING:
-    from distnb.wire.exchange import TeamKey
+    from distnb.wire.exchange import Renaming, TeamKey
 
 __all__ = [
     "Abort",
@@ -301,6 +301,9 @@ class EngineState(NamedTuple):
         serial: The number of the latest snapshot.
         generation: The generation of its process group.
         teams: The keys of the teams whose objects the engine has.
+        renamings: The latest change of each team's key. The notebook may have ended before it reached other engines.
+        incomplete: Whether the notebook ended while it copied objects of the other engines to this new one.
+        ran: Whether the latest program has called `run`.
         strategies: The strategies that have run on it.
         error: The error of the latest program, if it failed. The earlier notebook may have seen it.
     """
@@ -313,6 +316,9 @@ class EngineState(NamedTuple):
     serial: int
     generation: int
     teams: tuple[TeamKey, ...]
+    renamings: tuple[Renaming, ...] = ()
+    incomplete: bool = False
+    ran: bool = False
     strategies: tuple[StrategySpec, ...] = ()
     error: ErrorReport | None = None
 

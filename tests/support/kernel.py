@@ -155,6 +155,15 @@ class Notebook:
         """Run a cell that must not fail."""
         return self.try_run(source, timeout_s=timeout_s).check()
 
+    def survives(self, source: str) -> bool:
+        """Run a cell. Return whether the kernel has not ended in it."""
+        message = self.start(source)
+        while self._manager.is_alive():
+            with contextlib.suppress(queue.Empty):
+                if self._client.get_shell_msg(timeout=0.1)["parent_header"].get("msg_id") == message:
+                    return True
+        return False
+
     def converse(self, source: str, *answers: str, timeout_s: float = 60.0) -> tuple[Ran, list[str]]:
         """Run a cell that asks, as `input` and debuggers do. Return the cell's effects and its prompts."""
         message = self.start(source, allow_stdin=True)

@@ -15,7 +15,7 @@ from distnb.objects.tracking import Tracker
 from distnb.runtime.inspection.device_objects import is_device_object
 from distnb.runtime.scopes.mirrored_objects import is_mirrored
 from distnb.values import DistributedValues, Mirrored, PerReplica, structure
-from distnb.wire.exchange import TeamKey
+from distnb.wire.exchange import Renaming, TeamKey
 from distnb.wire.messages import ObjectId
 
 __all__ = ["NOT_THERE", "EngineObjects", "EngineReferences", "ObjectsOfTeams"]
@@ -143,6 +143,7 @@ class EngineObjects:
         owned: Objects behind handles, by id.
         gathered: The content of divided objects that this replica has gathered, until they are divided again.
         inherit: Adds the parts of replicas that leave to this replica's, when the team is renamed.
+        renamed: The arguments of the latest call of `ObjectsOfTeams.rename`, which other engines may have missed.
         plain: Immutable values and engine objects, by the names that the notebook binds to them.
     """
 
@@ -154,6 +155,7 @@ class EngineObjects:
         self.owned: dict[ObjectId, Any] = {}
         self.plain: dict[str, Any] = {}
         self.inherit: Callable[[], None] | None = None
+        self.renamed: Renaming | None = None
         self.gathered: list[Any] = []
         self._ids: dict[int, list[ObjectId]] = {}  # each object's ids in the order in which it got them, by `id()`
         self._containers: set[int] = set()  # the plain containers among them, by `id()`
@@ -223,19 +225,30 @@ class _NoReferences:
 
 
 class ObjectsOfTeams:
-    """The objects of every team to which this engine belongs; `place` is its accelerator, or "cpu"."""
+    """The objects of every team to which this engine belongs; `place` is its accelerator, or "cpu".
+
+    Attributes:
+        incomplete: Whether objects are being copied from another engine, since this one is new, and some are missing.
+        serial: The number of the latest snapshot.
+    """
 
     def __init__(self, user_ns: dict[str, Any] | None = None, place: str = "cpu") -> None:
         self.user_ns: dict[str, Any] = {} if user_ns is None else user_ns
         self.place = place
         self._classes = Classes()
         self._teams: dict[TeamKey, EngineObjects] = {}
-        self.serial = 0  # the number of the latest snapshot
+        self.incomplete = False
+        self.serial = 0
 
     @property
     def keys(self) -> tuple[TeamKey, ...]:
         """The keys of the teams."""
         return tuple(self._teams)
+
+    @property
+    def renamings(self) -> tuple[Renaming, ...]:
+        """The latest change of each team's key."""
+        return tuple(objects.renamed for objects in self._teams.values() if objects.renamed is not None)
 
     def of(self, key: TeamKey) -> EngineObjects:
         """Return a team's objects. A new team starts with none, and an older one of the same strategies is released."""
@@ -280,7 +293,7 @@ class ObjectsOfTeams:
             objects.replica = new.engines.index(engine)
             for obj in objects.owned.values():
                 _renumber(obj, objects.replica, len(new.engines))
-        objects.key = new
+        objects.key, objects.renamed = new, Renaming(old, new, inherits)
         self._teams[new] = objects
 
     def __len__(self) -> int:

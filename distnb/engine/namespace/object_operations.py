@@ -44,6 +44,7 @@ QUIET = frozenset(
     {
         "bind",
         "copies",
+        "copying",
         "export",
         "fetch",
         "holdings",
@@ -70,6 +71,9 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     """
     if message.operation == "rename":
         namespace.teams.rename(*message.payload)
+        return None
+    if message.operation == "copying":
+        namespace.teams.incomplete = message.payload
         return None
     if message.operation == "threads":
         share_cores(message.payload)

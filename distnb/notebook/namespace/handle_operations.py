@@ -133,10 +133,22 @@ class HandleOperations:
         Each engine is notified by a program of its own, so that the end of one engine does not keep it from the others.
         With `inherits`, they add the parts of replicas that leave to their own (see `settle`).
         """
+        self._notify(engines, "rename", (old, new, inherits))
+
+    def mark_copying(self, engines: Iterable[int], *, copying: bool) -> None:
+        """Notify new engines that objects are being copied to them, or that they have got all.
+
+        Until then, the next notebook regards such an engine as empty if this one ends.
+        """
+        if self._namespace.stays:
+            self._notify(engines, "copying", copying)
+
+    def _notify(self, engines: Iterable[int], operation: str, payload: Any) -> None:
+        """Apply an operation to engines one by one, those that have ended left out."""
         interrupted = None
         for engine in engines:
             try:
-                self._perform((engine,), "rename", (0, ""), (old, new, inherits))
+                self._perform((engine,), operation, (0, ""), payload)
             except EngineDied:
                 continue
             except (

@@ -236,9 +236,10 @@ class NotebookNamespace:
 
     # -- engines that another notebook used ----------------------------------------------------------------------------
 
-    def continue_from(self, serial: int) -> None:
-        """Assign numbers to snapshots after an earlier notebook's, which are part of the ids of objects."""
+    def continue_from(self, serial: int, formed: int) -> None:
+        """Assign numbers after an earlier notebook's: to snapshots, as parts of the ids of objects, and to teams."""
         self._serials = itertools.count(serial + 1)
+        self._teams.continue_from(formed)
 
     def adopt_team(self, key: TeamKey, engines: Iterable[int]) -> TrackedObjects:
         """Continue a team of an earlier notebook with its living engines. `engines` are those of the cluster."""

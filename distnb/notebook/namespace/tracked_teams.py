@@ -36,6 +36,7 @@ class TrackedTeams:
         self._make = make
         self._teams: dict[tuple[int, ...], TrackedObjects] = {}
         self._dead: set[int] = set()
+        self._incomplete: set[int] = set()  # new engines, from the first step of copying objects to them to the last
         self._formed = itertools.count(1)
 
     def __iter__(self) -> Iterator[TrackedObjects]:
@@ -56,6 +57,10 @@ class TrackedTeams:
             self._change(tracked, team.engines, tracked.key.whole)
         return tracked
 
+    def continue_from(self, formed: int) -> None:
+        """Assign numbers to the changes of teams after those of an earlier notebook."""
+        self._formed = itertools.count(formed + 1)
+
     def adopt(self, key: TeamKey, engines: Iterable[int]) -> TrackedObjects:
         """Continue a team of an earlier notebook under the key that its engines know.
 
@@ -63,7 +68,6 @@ class TrackedTeams:
         """
         there = set(engines)
         tracked = self._teams[key.whole] = self._make(key)
-        self._formed = itertools.count(max(key.formed, next(self._formed) - 1) + 1)
         whole = tuple(engine for engine in key.whole if engine in there)
         if whole != key.whole:
             self._change(tracked, tuple(engine for engine in key.engines if engine in there), whole)
@@ -100,6 +104,8 @@ class TrackedTeams:
     ) -> list[DistributedValues]:
         """Note new processes, of replaced engines or of further ones, and copy objects to them from a survivor.
 
+        The last step is `divide`.
+
         Args:
             engines: The engines with new processes.
             survivors: The engines that kept their processes.
@@ -110,6 +116,8 @@ class TrackedTeams:
         """
         replaced, alive = set(engines), set(survivors)
         self._dead -= replaced
+        self._incomplete |= replaced
+        self._operations.mark_copying(replaced, copying=True)
         if grown:
             self._drop_without_handles()
         for tracked in self:
@@ -231,12 +239,14 @@ class TrackedTeams:
                 self._operations.settle(tracked, gone, strategies.get(tracked.key.whole, ()))
 
     def divide(self) -> None:
-        """Divide the shards of the teams whose engines have changed again."""
+        """Divide the shards of the teams whose engines have changed again. New engines then have all that they get."""
         for tracked in self:
             has_shards, tracked.has_shards = tracked.has_shards, False
             if has_shards and not tracked.ended:
                 self.drop_dead_engines(tracked)
                 self._operations.divide(tracked)
+        self._operations.mark_copying(self._incomplete, copying=False)
+        self._incomplete.clear()
 
     def engines_removed(self, engines: Iterable[int], *, settled: bool) -> str:
         """Note engines that leave the cluster, and return the names of the values that are lost with them.
@@ -261,6 +271,7 @@ class TrackedTeams:
             for handle in tracked.handles():
                 state_of_handle(handle).forget(leaving)
         self._dead -= leaving
+        self._incomplete -= leaving
         return self.names(lost)
 
     def _drop_without_handles(self) -> None:

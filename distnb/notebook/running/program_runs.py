@@ -119,7 +119,7 @@ class ProgramRuns:
             ),
             give_up,
             called=True,
-            unstoppable=operation in ("divide", "rename", "threads"),
+            unstoppable=operation in ("copying", "divide", "rename", "threads"),
         )
 
     def ask(
