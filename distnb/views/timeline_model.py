@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 from distnb.activity import MOST_EVENTS, Event
-from distnb.views.wording import cell_place
+from distnb.views.wording import cell_place, short_duration
 from distnb.wire.messages import TelemetrySample
 
 __all__ = ["KINDS", "Piece", "Spent", "Straggler", "TimelineModel", "sentence"]
@@ -466,19 +466,18 @@ def sentence(spent: Spent) -> str:
     shares = sorted(((spent.share(kind), kind) for kind in KINDS), reverse=True)
     breakdown = ", ".join(f"{share:.0%} {_WORDS[kind]}" for share, kind in shares if share >= 0.005)
     what = "A step takes" if spent.steps else "Of the last"
-    parts = [f"{what} {_span(spent.step_s)}: {breakdown}." if breakdown else ""]
+    parts = [f"{what} {short_duration(spent.step_s)}: {breakdown}." if breakdown else ""]
     count, straggler, steps = len(spent.seconds), spent.straggler, spent.steps or 1
     per = " a step" if spent.steps else ""
     if straggler is not None:
         why = {
-            "compute": f", since it computes {_span(straggler.longer_s / steps)} longer",
-            "input": f", since its input takes {_span(straggler.longer_s / steps)} longer",
+            "compute": f", since it computes {short_duration(straggler.longer_s / steps)} longer",
+            "input": f", since its input takes {short_duration(straggler.longer_s / steps)} longer",
         }.get(straggler.longer, "")
         [*others] = (each for each in spent.seconds if each != straggler.replica)
         who = "the others wait" if len(others) > 1 else f"replica {others[0]} waits"
-        parts.append(
-            f"Replica {straggler.replica} is the straggler: {who} {_span(straggler.held_s / steps)}{per} for it{why}."
-        )
+        held = short_duration(straggler.held_s / steps)
+        parts.append(f"Replica {straggler.replica} is the straggler: {who} {held}{per} for it{why}.")
     elif count > 1 and spent.share("waiting") >= _HELD_UP:
         parts.append("They wait for each other by turns: no replica is the straggler.")
     crowded = [replica for replica, share in sorted(spent.queued.items()) if share >= _QUEUED]
@@ -493,12 +492,3 @@ def sentence(spent: Spent) -> str:
             f"time: {reason}."
         )
     return " ".join(filter(None, parts))
-
-
-def _span(seconds: float) -> str:
-    """Return a duration in words: 31 ms, 1.24 s."""
-    if seconds < 0.000_95:
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 0.995:
-        return f"{seconds * 1e3:.2g} ms" if seconds < 0.00995 else f"{seconds * 1e3:.0f} ms"
-    return f"{seconds:.3g} s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ __all__ = [
     "mark",
     "note_html",
     "ranges",
+    "short_duration",
     "short_number",
     "text_table",
     "whole_number",
@@ -136,12 +136,21 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, numer
 
 
 def short_number(value: float | None) -> str:
-    """Return a number as a short text."""
+    """Return a number as a short text: 0.1235, 12345, 1.23e+06."""
     if value is None:
         return ""
-    if value and math.isfinite(value) and abs(value) >= 100_000:
-        return f"{value:.3g}"
-    return f"{value:.4g}"
+    if 1_000 <= abs(value) < 100_000:
+        return f"{value:.0f}"
+    return f"{value:.3g}" if abs(value) >= 100_000 else f"{value:.4g}"
+
+
+def short_duration(seconds: float) -> str:
+    """Return the duration of a part of a step: 31 ms, 1.24 s."""
+    if seconds < 0.000_95:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 0.995:
+        return f"{seconds * 1e3:.2g} ms" if seconds < 0.00995 else f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.3g} s"
 
 
 def filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:

@@ -76,12 +76,13 @@ class Timeline:
             return header, []
         steps, seconds = self.spent.steps or 1, self.spent.seconds
         chosen = noteworthy(unlikeness({replica: own["waiting"] for replica, own in seconds.items()}))
+        milliseconds = {replica: {kind: seconds[replica][kind] / steps * 1e3 for kind in KINDS} for replica in chosen}
         rows = [
             [
                 str(replica),
-                *(f"{seconds[replica][kind] / steps * 1e3:.3g}" if seconds[replica][kind] else "" for kind in KINDS),
+                *(f"{spent:,.0f}" if spent >= 100 else f"{spent:.3g}" if spent else "" for spent in own.values()),
             ]
-            for replica in chosen
+            for replica, own in milliseconds.items()
         ]
         return filled(header, rows)
 

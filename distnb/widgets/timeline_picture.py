@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from distnb.views.crowds import noteworthy, others, unlikeness
 from distnb.views.live_model import LiveModel
 from distnb.views.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
-from distnb.views.wording import short_number
+from distnb.views.wording import short_duration, short_number
 from distnb.widgets.picture import as_image, nice_ticks, svg
 
 __all__ = ["gantt_picture", "shares_picture", "timeline_html", "timeline_image", "timeline_text", "waits_html"]
@@ -107,7 +107,7 @@ def shares_picture(spent: Spent) -> str:
             for kind in KINDS:
                 width = room * seconds[kind] / length
                 if width >= _NARROW:
-                    tip = f"replica {replica}: {_WORDS[kind]} {_ms(seconds[kind] / (spent.steps or 1))}"
+                    tip = f"replica {replica}: {_WORDS[kind]} {short_duration(seconds[kind] / (spent.steps or 1))}"
                     yield _bar("shares", kind, left, y, width, height, tip)
                 left += width
         if more:
@@ -151,15 +151,16 @@ def gantt_picture(pieces: list[Piece], steps: list[tuple[float, int]]) -> str:
             if width >= _NARROW:
                 place = f" ({each.where})" if each.where else ""
                 what = f": {each.what}{place}" if each.what else ""
-                tip = f"replica {each.replica}: {_WORDS[each.kind]} {_ms(each.end - each.begin)}{what}"
+                tip = f"replica {each.replica}: {_WORDS[each.kind]} {short_duration(each.end - each.begin)}{what}"
                 x = _LEFT + (each.begin - begin) * scale
                 yield _bar("gantt", each.kind, x, rows[each.replica] * (height + 3) + 14, width, height, tip)
-        for tick in nice_ticks(0.0, (end - begin) * 1e3, 6):
-            x = _LEFT + tick / 1e3 * scale
+        factor, unit = (1e3, "ms") if end - begin < 10 else (1.0, "s")
+        for tick in nice_ticks(0.0, (end - begin) * factor, 6):
+            x = _LEFT + tick / factor * scale
             if x > _WIDTH - 22:
                 continue
             look = f'y="{bottom + 8}" text-anchor="middle" fill="{_GREY}"'
-            yield f'<text x="{x:.1f}" {look}>{short_number(tick)} ms</text>'
+            yield f'<text x="{x:.1f}" {look}>{short_number(tick)} {unit}</text>'
         if more:
             yield f'<text x="{_LEFT}" y="{bottom + 20}" fill="{_GREY}">{more}, which differ less</text>'
         yield from _legend(bottom + 12 + space, {each.kind for each in pieces})
@@ -185,7 +186,3 @@ def _legend(y: float, kinds: set[str]) -> Iterator[str]:
             yield f'<tspan dx="{gap}" fill="{_COLORS[kind]}">■</tspan><tspan dx="4">{_WORDS[kind]}</tspan>'
             gap = 14
     yield "</text>"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

@@ -281,7 +281,8 @@ def test_ticks_are_few_and_inside_the_chart(low: float, high: float) -> None:
 
 
 def test_numbers_are_shortened() -> None:
-    assert [short_number(v) for v in (None, 0.123456, 1234567.0, math.nan)] == ["", "0.1235", "1.23e+06", "nan"]
+    values = (None, 0.123456, 12345.6, 20000, 1234567.0, math.nan)
+    assert [short_number(value) for value in values] == ["", "0.1235", "12346", "20000", "1.23e+06", "nan"]
 
 
 def test_the_saved_picture_needs_no_script() -> None:

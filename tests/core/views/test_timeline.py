@@ -283,6 +283,15 @@ def test_labels_of_close_steps_do_not_overlap() -> None:
     assert [text for text in texts if text.startswith("step")] == ["step 1", "step 2", "step 4"]
 
 
+def test_a_long_timeline_is_measured_in_seconds() -> None:
+    timeline = Timeline(model_of(trained([0.010, 8.0])), 5)
+    labels = [
+        each.text for each in ET.fromstring(gantt_picture(timeline.rows, [])).iter() if each.tag.endswith("}text")
+    ]
+    assert "20 s" in labels
+    assert "8,000" in repr(timeline)
+
+
 def test_a_timeline_can_be_rows_a_table_and_a_trace(tmp_path: Path) -> None:
     timeline = Timeline(model_of(trained([0.010, 0.038])), 5)
     assert timeline.rows[0].begin == 0.0
