@@ -13,6 +13,7 @@ from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.gradients.gradient_sync import GradientSync
 from distnb.collectives.gradients.optimizer_steps import note_versions, writes
+from distnb.collectives.gradients.parameter_groups import Identity
 from distnb.errors import DistributedValueError, OptionError
 from distnb.input.distribute import distribute, distribute_from_function
 from distnb.options import (
@@ -129,8 +130,10 @@ class Spmd:
             return {}
         return self._sync.changed_by_hand()
 
-    def writes(self) -> dict[str, int]:
+    def writes(self) -> dict[tuple[str, Identity | None], int]:
         """Return the number of writes to each model's parameters in this generation, after a program has failed.
+
+        The keys are the models' descriptions, which several models may share, and identities.
 
         The notebook compares the numbers and reports replicas that ended at different steps. The resynchronisation need
         not warn again (`steps_reported`).
@@ -138,7 +141,7 @@ class Spmd:
         if self._shared is not None or self._generation != self._process.group.generation:
             return {}
         self._steps_reported = True
-        return {group.description: writes(group) for group in self._sync.groups}
+        return {(group.description, group.identity): writes(group) for group in self._sync.groups}
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)

@@ -12,6 +12,7 @@ import torch
 from distnb.accelerators import use
 from distnb.collectives.eager import always_eager
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
+from distnb.collectives.gradients.parameter_groups import Identity
 from distnb.collectives.group.interface import Group
 from distnb.collectives.group.memberships import memberships
 from distnb.options import StrategySpec
@@ -98,8 +99,8 @@ class SpmdProcess:
         """Return digests, by name, of the mirrored parameters that may differ between replicas since the last call."""
         return {name: number for each in self._runtimes.values() for name, number in each.changed_by_hand().items()}
 
-    def writes(self) -> dict[str, int]:
-        """Return the number of writes to each model's parameters, for all strategies, by the model's description."""
+    def writes(self) -> dict[tuple[str, Identity | None], int]:
+        """Return the number of writes to each model's parameters, by its description and identity."""
         return {name: number for each in self._runtimes.values() for name, number in each.writes().items()}
 
     def settle(self, strategies: Iterable[StrategySpec]) -> None:

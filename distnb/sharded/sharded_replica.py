@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distnb.accelerators import torch_device
 from distnb.collectives.gradients.optimizer_steps import optimized
+from distnb.collectives.gradients.parameter_groups import Identity
 from distnb.collectives.verify import callsite
 from distnb.errors import ContextError, OptionError
 from distnb.options import StrategySpec
@@ -148,10 +149,10 @@ class ShardedSpmd(Spmd):
         super().settle()
         self._passes.require_reduced()
 
-    def writes(self) -> dict[str, int]:
+    def writes(self) -> dict[tuple[str, Identity | None], int]:
         if self._generation != self._process.group.generation:
             return {}
-        return super().writes() | self._sharded.writes()
+        return super().writes() | {(name, None): count for name, count in self._sharded.writes().items()}
 
     # Computing --------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -11,7 +12,7 @@ from typing import Any
 from distnb.errors import CollectiveError, CollectiveMismatchError, EngineDied, OptionError, ProgramError, RemoteError
 from distnb.notebook.programs.outcome import Outcome
 from distnb.objects.placeholder import Placeholder
-from distnb.runtime.consistency.drift import warn_of_differences
+from distnb.runtime.consistency.drift import differences
 from distnb.runtime.this_process import this_process
 from distnb.topology import Team
 from distnb.views.wording import ranges
@@ -245,18 +246,19 @@ def _rebuild(report: ErrorReport, opened: Callable[[Any], Any]) -> tuple[BaseExc
     return RemoteError(f"{report.type_name}: {report.text}"), reason
 
 
-def step_difference(writes: Mapping[int, Mapping[str, int]]) -> str:
+def step_difference(writes: Mapping[int, Mapping[tuple[str, Any], int]]) -> str:
     """Return a notice about replicas that a failed program left at different steps; "" if the numbers of writes agree.
 
     Args:
-        writes: The number of writes to the parameters of each model, by replica and model.
+        writes: The number of writes to the parameters of each model, by replica, and by the model's description, which
+            several models may share, and identity.
     """
     unlike = []
     for model in dict.fromkeys(model for each in writes.values() for model in each):
         counts = {replica: each[model] for replica, each in sorted(writes.items()) if model in each}
         if len(set(counts.values())) > 1:
             unlike.append(
-                f"{model} ({', '.join(f'{count} on replica {replica}' for replica, count in counts.items())})"
+                f"{model[0]} ({', '.join(f'{count} on replica {replica}' for replica, count in counts.items())})"
             )
     if not unlike:
         return ""
@@ -268,7 +270,7 @@ def step_difference(writes: Mapping[int, Mapping[str, int]]) -> str:
     )
 
 
-def warn_of_drift(outcome: Outcome) -> None:
+def warn_of_drift(outcome: Outcome, label: str) -> None:
     """Warn about mirrored variables that a program changed by hand in different ways, or only on some replicas.
 
     Replicas that failed do not report their changes. The next program makes all replicas equal again.
@@ -276,4 +278,5 @@ def warn_of_drift(outcome: Outcome) -> None:
     if not outcome.ok:
         return
     changed = [reply.changed for _, reply in sorted(outcome.replies.items())]
-    warn_of_differences(changed, since="since this cell", stacklevel=4)
+    if text := differences(changed, since="since this cell"):
+        warnings.warn_explicit(text, UserWarning, label, 1)  # names the cell, not the line of distnb that called this

@@ -135,5 +135,5 @@ class Cells:
         self.latest_times = CellTimes(packing=sent - began, running=running, merging=now - ended, total=now - began)
         if profile is not None:
             write_profiles(profile, {team.rank_of(engine): reply.profile for engine, reply in outcome.replies.items()})
-        warn_of_drift(outcome)
+        warn_of_drift(outcome, label)
         self._runs.raise_failure(outcome, team)

@@ -11,7 +11,7 @@ from distnb.errors import CollectiveMismatchError
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
 
-__all__ = ["compare", "is_due", "warn_of_differences"]
+__all__ = ["compare", "differences", "is_due"]
 
 _SHOWN = 3
 _EVERY = 256
@@ -47,28 +47,27 @@ def compare(group: Group, changed: Mapping[str, int]) -> None:
             "Another replica has not changed its copies. Make the same changes on every replica."
         )
         raise
-    if group.rank == 0:
-        warn_of_differences(every, since="since an earlier strategy.run", stacklevel=5)
+    if group.rank == 0 and (text := differences(every, since="since an earlier strategy.run")):
+        warnings.warn(text, stacklevel=4)
 
 
-def warn_of_differences(every: Sequence[Mapping[str, int]], *, since: str, stacklevel: int) -> None:
-    """Warn about parameters that the replicas have changed by hand in different ways.
+def differences(every: Sequence[Mapping[str, int]], *, since: str) -> str:
+    """Return a warning about parameters that the replicas have changed by hand in different ways; "" without any.
 
     Args:
         every: For each replica, digests of the parameters that it has changed, by name.
         since: When they were changed, for the message.
-        stacklevel: See `warnings.warn`.
     """
     names = dict.fromkeys(name for each in every for name in each)
     unlike = [name for name in names if len({each.get(name) for each in every}) > 1]
-    if unlike:
-        warnings.warn(
-            f"Mirrored variables differ between replicas {since}: {_listed(unlike)}. "
-            "They were changed by hand, with different values on each replica. Let an optimizer step them after "
-            "loss.backward(), or add up the gradients first: distnb.get_replica_context().all_reduce('sum', gradient). "
-            "model.load_state_dict(strategy.broadcast(model.state_dict())) makes them equal again.",
-            stacklevel=stacklevel,
-        )
+    if not unlike:
+        return ""
+    return (
+        f"Mirrored variables differ between replicas {since}: {_listed(unlike)}. "
+        "They were changed by hand, with different values on each replica. Let an optimizer step them after "
+        "loss.backward(), or add up the gradients first: distnb.get_replica_context().all_reduce('sum', gradient). "
+        "model.load_state_dict(strategy.broadcast(model.state_dict())) makes them equal again."
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distnb.errors import CollectiveError, EngineDied, RemoteError
-from distnb.notebook.programs.failures import raise_failure, step_difference
+from distnb.notebook.programs.failures import raise_failure, step_difference, warn_of_drift
 from distnb.notebook.programs.outcome import Outcome
 from distnb.topology import Device, Team
 from distnb.wire.messages import ErrorReport, Reply
@@ -74,10 +74,20 @@ def test_two_replicas_that_raise_different_errors_are_both_shown() -> None:
 
 
 def test_replicas_that_ended_at_different_steps_are_reported() -> None:
-    text = step_difference({0: {"Linear 1": 8, "Net 2": 4}, 1: {"Linear 1": 6, "Net 2": 4}})
+    earlier, later, other = ("Linear 1", (1, 1)), ("Linear 1", (2, 1)), ("Net 2", (2, 2))
+    text = step_difference({0: {earlier: 8, other: 4}, 1: {earlier: 6, other: 4}})
     assert "Linear 1 (8 on replica 0, 6 on replica 1)" in text
     assert "Net 2" not in text
-    assert not step_difference({0: {"Linear 1": 8}, 1: {"Linear 1": 8}})
+    assert not step_difference({0: {earlier: 8, later: 2}, 1: {later: 2, earlier: 8}})
+
+
+def test_a_warning_of_drift_names_the_cell() -> None:
+    outcome = Outcome(1, (0, 1))
+    for engine in range(2):
+        outcome.receive(engine, Reply(program=1, status="ok", changed={"parameter 0 of Linear 1 [2]": engine}))
+    with pytest.warns(UserWarning, match="differ between replicas since this cell: parameter 0 of Linear 1") as found:
+        warn_of_drift(outcome, "Cell In[3]")
+    assert found[0].filename == "Cell In[3]"
 
 
 def test_a_replica_that_does_not_end_is_reported_with_the_cure() -> None:
