@@ -198,6 +198,8 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _settings_of(module: torch.nn.Module) -> str:
+    if isinstance(module, (torch.nn.ParameterDict, torch.nn.ParameterList)):
+        return ""  # its text lists the parameters, which are drawn one by one
     try:
         return str(module.extra_repr())[:80]
     except Exception:  # noqa: BLE001  # a user's `extra_repr` may raise anything

@@ -134,6 +134,8 @@ def test_a_module_is_described_by_its_layers() -> None:
         module[1].weight[0] = math.nan
     assert math.isnan(inspect(module).norm or 0)
     assert inspect(module).content != before
+    named = torch.nn.ParameterDict({"scale": torch.nn.Parameter(torch.ones(2))})
+    assert (linear.text, inspect(named).text) == ("in_features=3, out_features=2, bias=True", "")
 
 
 def test_optimizers_and_metrics_are_described_by_their_state() -> None:
