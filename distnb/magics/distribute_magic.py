@@ -241,7 +241,7 @@ class DistributeMagic(ast.NodeTransformer):
         with presented():
             raise OptionError(
                 "%%distribute must be the first line of its cell, with two %: IPython reads a cell magic nowhere else. "
-                "The lines above it have run. Move them below it, or into a cell of their own."
+                "If there are lines above it, they have run. Move them below it, or into a cell of their own."
             )
 
 

@@ -14,7 +14,7 @@ from distnb.collectives.verify.collective_log import CollectiveRecord
 __all__ = ["Key", "of_tensors", "record"]
 
 Key = tuple[Any, ...]
-"""(operation, number of the reduce op or None, root or None, kind of device, shape, dtype, shape, dtype, …)."""
+"""(operation, number of the reduce op or text or None, root or None, kind of device, shape, dtype, shape, dtype, …)."""
 
 _OPS = {0: "sum", 1: "avg", 2: "product", 3: "min", 4: "max", 5: "band", 6: "bor", 7: "bxor", 8: "premul_sum"}
 _records: dict[tuple[Key, bytes], CollectiveRecord] = {}

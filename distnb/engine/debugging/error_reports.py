@@ -137,4 +137,4 @@ def _drawn(error: BaseException) -> tuple[str, ...]:
     drawer: Any = AutoFormattedTB(mode=mode, theme_name="neutral")
     if isinstance(error, SyntaxError):
         drawer = SyntaxTB(theme_name="neutral")
-    return tuple(str(line).rstrip("\n") for line in drawer.structured_traceback(kind, error, traceback, tb_offset=0))
+    return tuple(map(str, drawer.structured_traceback(kind, error, traceback, tb_offset=0)))

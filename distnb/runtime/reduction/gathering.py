@@ -28,7 +28,7 @@ def _gathered_parts(group: Group, tensor: torch.Tensor, axis: int, method: str) 
     """Return every replica's tensor in replica order. Sizes may differ only along `axis`, which counts from 0."""
     if tensor.ndim > _MAX_AXES:
         raise OptionError(f"{method} takes tensors of at most {_MAX_AXES} axes and got one of {tensor.ndim}.")
-    group.note(f"{method} along axis {axis}", ())
+    group.process_group.note((method, f"axis={axis}", None, "cpu"))
     try:
         parts = group.all_gather_uneven(tensor.detach().to(torch_device(group.device)), axis)
     except StructureError as error:

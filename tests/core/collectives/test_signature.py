@@ -12,6 +12,7 @@ def test_signatures_are_described_in_words():
     tensor = torch.zeros(10, 3, dtype=torch.int32)
     assert signature.describe(signature.of_tensors("all_reduce", 0, None, [tensor])) == "all_reduce(int32[10, 3], sum)"
     assert signature.describe(signature.of_tensors("broadcast", None, 2, [tensor[0]])) == "broadcast(int32[3], root=2)"
+    assert signature.describe(("all_gather", "axis=0", None, "cpu")) == "all_gather(axis=0)"
     many = signature.describe(signature.of_tensors("all_reduce_coalesced", 4, None, [tensor] * 9))
     assert many.endswith("… 9 tensors, max)")
 
