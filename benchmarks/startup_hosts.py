@@ -1,4 +1,4 @@
-"""The start of engines on other machines over ssh: 8 on one host against 1, and 8 on two hosts.
+"""The start of engines on other machines over ssh: 1 and 8 on one host, 8 on two hosts, 32 on four.
 
     python -m benchmarks.startup_hosts [--rounds 3]
 
@@ -38,18 +38,20 @@ print("SECONDS", time.perf_counter() - began)
 shell.run_cell("%distnb stop").raise_error()
 """
 _TITLE = "start over ssh to first all-reduce"
-_ONE, _EIGHT, _TWO_HOSTS = "1 on a host", "8 on a host", "4 on each of two hosts"
+_ONE, _EIGHT, _TWO_HOSTS, _FOUR_HOSTS = "1 on a host", "8 on a host", "4 on each of 2 hosts", "8 on each of 4 hosts"
+_HOSTS = ("red", "blue", "green", "gold")
 
 
 def main() -> int:
     """Run the benchmark. Return 1 if the target is missed."""
     given = options(__doc__, rounds=3)
     try:
-        with tempfile.TemporaryDirectory() as folder, machines(Path(folder), "red", "blue") as network:
+        with tempfile.TemporaryDirectory() as folder, machines(Path(folder), *_HOSTS) as network:
             measures = {
                 _ONE: _start(network, "red:1", 1),
                 _EIGHT: _start(network, "red:8", 8),
                 _TWO_HOSTS: _start(network, "red:4,blue:4", 8),
+                _FOUR_HOSTS: _start(network, ",".join(f"{host}:8" for host in _HOSTS), 32),
             }
             comparison = compare(measures, rounds=given.rounds)
     finally:
