@@ -61,6 +61,7 @@ __all__ = ["facts", "main"]
 _logger = logging.getLogger("distnb.cluster.machine_agent")
 
 _BEAT_S = 1.0
+_PLANNED_S = 300.0  # in which the notebook plans its cluster: a transport may not notice its end before (a killed srun)
 _CHUNK = 1 << 16
 _MOST_WAITING = 100  # reports that the notebook has not read: more output is read later
 _PAUSE_S = 0.1
@@ -292,12 +293,16 @@ def _serve(events: queue.SimpleQueue[Any], reports: _Reports) -> _End:
     agent: _MachineAgent | None = None
     end = _End()
     try:
-        while not isinstance(event := events.get(), _End):
+        event = events.get(timeout=_PLANNED_S)
+        while not isinstance(event, _End):
             if agent is None:
                 agent = _MachineAgent(Assignment.decode(event[1]), reports, events)
             else:
                 agent.follow(event)
+            event = events.get()
         end = event
+    except queue.Empty:
+        end = _End(f"no cluster was begun here within {_PLANNED_S:.0f} s.")
     except StartError as error:
         end = _End(str(error), "exited with code 1")
     finally:
