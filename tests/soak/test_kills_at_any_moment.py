@@ -91,7 +91,7 @@ def test_nothing_is_left_and_what_lives_goes_on(real_processes: None, way: _Way,
     if not way.command and victim in ("transport", "agent"):
         pytest.skip("there is none on this machine")
     if (way.command, phase, victim) == ("srun", "start", "transport"):
-        pytest.skip("Slurm keeps the step of a killed srun, and the agent waits five minutes for its cluster")
+        pytest.skip("Slurm keeps the step of a killed srun, where the agent waits five minutes for its cluster")
     chance = random.Random(f"{phase} {victim}")
     cells = {"start": way.start, "stop": "%distnb stop"}
     for number in range(_ROUNDS[phase]):

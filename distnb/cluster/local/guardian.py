@@ -1,13 +1,13 @@
 """`python guardian.py PID`: the guardian, which ends process PID's children after its end and removes its directory.
 
 Its owner, process PID, sends it lines on standard input: first the directory's path and its name during the removal,
-then `+N` for each leader of a process group that must end with the owner, and `-N` for a leader that has ended. For
-example:
+then `+N` for each leader of a process group that must end with the owner, `~N` for one that must first get SIGTERM, and
+`-N` for a leader that has ended. For example:
 
     /tmp/distnb-3f2a9c distnb-77d01b
     +4711                             an engine
-    +4712
-    -4711                             it has ended, and will be reaped
+    ~4712                             an srun: after a SIGKILL, Slurm would keep its step
+    -4711                             the engine has ended, and will be reaped
 
 Every engine watches the notebook, too, in a thread. But such a thread cannot run while C code holds the interpreter
 lock. The guardian never computes, so it can always react.
@@ -33,6 +33,7 @@ from contextlib import suppress
 
 __all__ = ["end_descriptor", "main", "remove_directory"]
 
+_ASKED_S = 2.0
 _ENDING_S = 5.0
 _REMOVING_S = 5.0
 _POLL_S = 0.05
@@ -125,6 +126,20 @@ def main(owner: int) -> None:
     owned.end_all()
 
 
+def _signal(leaders: dict[int, int], number: signal.Signals) -> None:
+    """Send a signal to the groups of those that have not ended."""
+    for pid, process in leaders.items():
+        if not _is_readable(process, 0.0):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, number)
+
+
+def _await_ends(leaders: dict[int, int], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for process in leaders.values():
+        _is_readable(process, max(0.0, deadline - time.monotonic()))
+
+
 class _Owned:
     """The owner's directory and process groups, as received from the owner."""
 
@@ -133,6 +148,7 @@ class _Owned:
         self._logs = os.environ.get("DISTNB_LOG", "").strip().lower() in ("debug", "info")
         self._directory = self._renamed = ""
         self._leaders: dict[int, int] = {}  # by pid, the `end_descriptor`, which never refers to a later process
+        self._asked: set[int] = set()  # those that get SIGTERM first
 
     def receive(self) -> bool:
         """Read and apply the available lines. Return False if there are none."""
@@ -146,9 +162,11 @@ class _Owned:
                 self._log(f"received {line.decode()}")
             if not self._directory:
                 self._directory, _, self._renamed = os.fsdecode(line).rpartition(" ")
-            elif line.startswith(b"+"):
+            elif line.startswith((b"+", b"~")):
                 with suppress(ProcessLookupError):
-                    self._leaders[int(line)] = end_descriptor(int(line))
+                    self._leaders[int(line[1:])] = end_descriptor(int(line[1:]))
+                    if line.startswith(b"~"):
+                        self._asked.add(int(line[1:]))
             elif (leader := self._leaders.pop(-int(line), None)) is not None:
                 os.close(leader)
         return bool(data)
@@ -164,13 +182,12 @@ class _Owned:
     def end_all(self) -> None:
         if self._logs:
             self._log(f"the owner has ended; ending {[*self._leaders]}")
-        deadline = time.monotonic() + _ENDING_S
-        for pid, process in self._leaders.items():
-            if not _is_readable(process, 0.0):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-        for process in self._leaders.values():
-            _is_readable(process, max(0.0, deadline - time.monotonic()))
+        asked = {pid: process for pid, process in self._leaders.items() if pid in self._asked}
+        _signal(asked, signal.SIGTERM)
+        _signal({pid: process for pid, process in self._leaders.items() if pid not in asked}, signal.SIGKILL)
+        _await_ends(asked, _ASKED_S)
+        _signal(asked, signal.SIGKILL)
+        _await_ends(self._leaders, _ENDING_S)
         if self._directory:
             remove_directory(self._directory, self._renamed)
 

@@ -74,12 +74,17 @@ class Processes:
         self._watcher = threading.Thread(target=self.loop.run_forever, name="distnb-watcher", daemon=True)
         self._watcher.start()
 
-    def start(self, command: Sequence[str], ended: Ended, **settings: Any) -> subprocess.Popen[bytes]:
-        """Start a process as the leader of a new group. `settings` are further arguments for `subprocess.Popen`."""
+    def start(
+        self, command: Sequence[str], ended: Ended, *, asked: bool = False, **settings: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a process as the leader of a new group. `settings` are further arguments for `subprocess.Popen`.
+
+        With `asked`, it gets SIGTERM before SIGKILL when this process has been killed.
+        """
         with self.changed:  # so that its end is not handled before the caller knows the pid
             process = subprocess.Popen(command, start_new_session=True, **settings)
             try:
-                self._watch(process.pid, ended, process)
+                self._watch(process.pid, ended, process, asked=asked)
             except BaseException:
                 end_group(process.pid)
                 process.wait()
@@ -92,9 +97,11 @@ class Processes:
         self._watch(pid, ended)
         _logger.info("process %d adopted", pid)
 
-    def _watch(self, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None = None) -> None:
+    def _watch(
+        self, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None = None, *, asked: bool = False
+    ) -> None:
         descriptor = end_descriptor(pid)
-        self._guarded.end_with_owner(pid)
+        self._guarded.end_with_owner(pid, asked=asked)
         # An earlier process may have had the same number: machines with many processes use each again within hours.
         self._statuses.pop(pid, None)
         self._expected.discard(pid)

@@ -52,9 +52,9 @@ class RunDirectory:
                 "Set TMPDIR to a directory that you may write."
             ) from error
 
-    def end_with_owner(self, leader: int) -> None:
-        """Make the guardian end a process group when this process ends."""
-        self._notify(b"+%d\n" % leader)
+    def end_with_owner(self, leader: int, *, asked: bool = False) -> None:
+        """Make the guardian end a process group when this process ends, by SIGKILL; if `asked`, first by SIGTERM."""
+        self._notify(b"%c%d\n" % (b"~" if asked else b"+", leader))
 
     def forget(self, leader: int) -> None:
         """Remove a group that has ended from the guardian's list. Call this before its leader is reaped."""

@@ -81,6 +81,7 @@ class MachineLink:
                 self._process = processes.start(
                     transport.command(host),
                     self._process_ended,
+                    asked=True,
                     env={**transport.environment(processes.directory), **import_environment()},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
