@@ -188,9 +188,9 @@ class Notebook:
         self._client.input(line)
 
     def value(self, expression: str) -> Any:
-        """Return the value of an expression whose repr is a literal."""
-        ran = self.run(f"print(repr({expression}))")
-        return ast.literal_eval(ran.stdout)
+        """Return the value of an expression whose repr is a literal. Libraries such as Ray may print meanwhile."""
+        ran = self.run(f"print('«' + repr({expression}) + '»', flush=True)")
+        return ast.literal_eval(ran.stdout.partition("«")[2].rpartition("»")[0])
 
     def interrupt(self) -> None:
         """Press the stop button."""
