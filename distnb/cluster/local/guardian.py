@@ -167,8 +167,10 @@ class _Owned:
                     self._leaders[int(line[1:])] = end_descriptor(int(line[1:]))
                     if line.startswith(b"~"):
                         self._asked.add(int(line[1:]))
-            elif (leader := self._leaders.pop(-int(line), None)) is not None:
-                os.close(leader)
+            else:
+                self._asked.discard(-int(line))  # a later process may have the same number
+                if (leader := self._leaders.pop(-int(line), None)) is not None:
+                    os.close(leader)
         return bool(data)
 
     def _log(self, text: str) -> None:

@@ -192,7 +192,6 @@ class _MachineAgent:
     def _launch(self, devices: dict[int, str], sharing: int) -> None:
         """Start engines. The template is bound to this thread, which lives as long as this process."""
         _logger.info("starting engines: %s", devices)
-        raise_file_limit(sharing)
         orders = []
         for engine, name in devices.items():
             device = parse_device(name)
@@ -202,6 +201,7 @@ class _MachineAgent:
             orders.append(EngineOrder(engine=engine, device=device, log=path, agent=self._assignment.agent))
         self._launcher.sharing = sharing
         try:
+            raise_file_limit(sharing)
             with self._processes.changed:
                 self._launcher.launch(orders, self._processes, self._launched, self._ended)
         except (OSError, DistnbError) as error:
