@@ -53,7 +53,9 @@ def train(commit):
 
 checkpoint = distnb.Checkpoint(model=model, optimizer=optimizer, schedule=schedule, data=data, seen=seen, mean=mean)
 directory = "commits" if len(sys.argv) > 1 else None
-print(distnb.elastic(train, checkpoint, directory=directory), int(seen), strategy.num_replicas_in_sync)
+done = distnb.elastic(train, checkpoint, directory=directory)
+# One write: torchrun starts Python with -u.
+sys.stdout.write(f"{done} {int(seen)} {strategy.num_replicas_in_sync}\\n")
 result = model.state_dict() | {"mean": torch.as_tensor(mean.result())}
 if distnb.is_chief():
     torch.save(result, "result.pt")
