@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from distnb.cluster.connection import Connection, connection_path
 from distnb.cluster.engine_plan import EnginePlan
-from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher
+from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher, PlacedEngine
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.package_versions import installed_packages
 from distnb.cluster.process_environment import import_environment
@@ -28,15 +28,15 @@ class SimulatedMachines(Launcher):
     """The launcher of simulated engines, in a few processes of this machine.
 
     Args:
-        machines: The name of each engine's machine; empty for this machine.
+        engines: The engines of the start.
         processes: The number of processes.
     """
 
     has_controller = False
     patience_s = 2.0
 
-    def __init__(self, machines: Sequence[str], processes: int) -> None:
-        self._machines = dict(enumerate(machines))
+    def __init__(self, engines: Iterable[PlacedEngine], processes: int) -> None:
+        super().__init__(engines)
         self._count = processes
 
     def launch(
@@ -53,7 +53,7 @@ class SimulatedMachines(Launcher):
             for order in orders:
                 ended(order.engine, pid, words, expected)
 
-        engines = [(order.engine, self.host(order.engine)) for order in orders]
+        engines = [(order.engine, self.places[order.engine].host) for order in orders]
         with processes.changed, open(orders[0].log, "ab") as log:
             process = processes.start(
                 [sys.executable, "-m", "benchmarks.simulated_engines", str(connection_path(processes.directory))],
@@ -69,18 +69,6 @@ class SimulatedMachines(Launcher):
             for order in orders:
                 launched(order.engine, process.pid)
 
-    def host(self, engine: int) -> str:
-        """Return the name of an engine's machine, or "" for this one."""
-        return self._machines.get(engine, "")
-
-    def add(self, engine: int, device: Device, host: str) -> None:
-        """Add an engine, which the next launch may start."""
-        self._machines[engine] = host
-
-    def remove(self, engine: int) -> None:
-        """Forget an engine that has been ended."""
-        self._machines.pop(engine, None)
-
 
 @dataclass(frozen=True)
 class SimulatedPlan(EnginePlan):
@@ -90,7 +78,7 @@ class SimulatedPlan(EnginePlan):
 
     def launcher(self, connection: Connection) -> Launcher:
         """Return the launcher of the cluster."""
-        return SimulatedMachines(self.hosts, self.processes)
+        return SimulatedMachines(self.engines, self.processes)
 
 
 @dataclass(frozen=True)
@@ -101,11 +89,16 @@ class _Simulation:
     processes: int
 
     def plan(self, options: StartOptions, processes: Processes, on_progress: Callable[[str], None]) -> EnginePlan:
-        count = options.n or 2
-        devices = tuple(Device("cpu", number % _PER_MACHINE if self.remote else number) for number in range(count))
-        machines = tuple(f"machine-{number // _PER_MACHINE}" for number in range(count)) if self.remote else ()
-        packages = dict.fromkeys(machines, installed_packages())
-        return SimulatedPlan(devices=devices, hosts=machines, packages=packages, processes=self.processes)
+        engines = tuple(map(self._place, range(options.n or 2)))
+        if not self.remote:
+            return SimulatedPlan(engines, processes=self.processes)
+        packages = dict.fromkeys((each.host for each in engines), installed_packages())
+        return SimulatedPlan(engines, address="127.0.0.1", packages=packages, processes=self.processes)
+
+    def _place(self, number: int) -> PlacedEngine:
+        if not self.remote:
+            return PlacedEngine(number, Device("cpu", number))
+        return PlacedEngine(number, Device("cpu", number % _PER_MACHINE), f"machine-{number // _PER_MACHINE}")
 
 
 def replace_engines(*, remote: bool, processes: int = 2) -> Callable[[], None]:

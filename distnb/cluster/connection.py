@@ -54,8 +54,7 @@ class Connection:
         client_public, client_secret: The engines' CURVE keys (Z85).
         notebook_pid: The id of the process with which the engines end: the notebook, or a detached cluster's daemon.
         listener: The path of the UNIX socket at which engines of the notebook's machine receive programs, or "".
-        heartbeat_url: The ZeroMQ address by which other machines detect the loss of the notebook's machine; "" for the
-            `control_url`.
+        heartbeat_url: The ZeroMQ address by which other machines detect the loss of the owner's machine.
         on_disconnect: What happens to a running program if the notebook ends: "continue" or "end" if the engines stay
             for another notebook; "" if they end with it.
         controller: True if ipyparallel's controller will run, for its own clients.

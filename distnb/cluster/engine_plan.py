@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,50 +16,30 @@ from distnb.cluster.connection import Connection
 from distnb.cluster.devices import further_devices, plan_devices
 from distnb.cluster.local.capacity import Capacity, check_capacity, this_machine
 from distnb.cluster.local.forking import ThisMachine
-from distnb.cluster.local.launcher import Launcher
+from distnb.cluster.local.launcher import Launcher, PlacedEngine
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import DistnbError, OptionError, StartError
 from distnb.topology import WORKER, Device, Task
 
 __all__ = [
-    "SERVERS_DEVICE",
     "EnginePlace",
     "EnginePlan",
-    "PlacedEngine",
+    "Placed",
     "ThisMachinePlace",
     "check_replicas_per_worker",
     "check_resizable",
-    "free_numbers",
+    "errors_of",
     "further_tasks",
     "place_engines",
     "place_of",
 ]
 
-SERVERS_DEVICE = Device("cpu")
-"""The device of a parameter server."""
+_SERVERS_DEVICE = Device("cpu")
 
 OnProgress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class PlacedEngine:
-    """An engine with its place.
-
-    Attributes:
-        host: The name of its machine, or "" for this one.
-        task: Its task in a cluster with parameter servers, or None.
-    """
-
-    engine: int
-    device: Device
-    host: str = ""
-    task: Task | None = None
-
-    @property
-    def computes(self) -> bool:
-        """True if the engine may be a replica."""
-        return self.task is None or self.task.computes
+Placed = tuple[list[PlacedEngine], tuple[str, ...]]
+"""Engines with their places, and notices for the user."""
 
 
 @dataclass(frozen=True)
@@ -66,32 +47,28 @@ class EnginePlan:
     """The engines to start on this machine. Subclasses plan engines on other machines.
 
     Attributes:
-        devices: The device of each engine.
+        engines: The engines, by their numbers from 0 on.
         notices: The notices for the user before the start.
-        tasks: The task of each engine; empty if all engines are alike.
         options: The options of the start.
-        address: The address at which the notebook listens for engines on other machines.
-        hosts: The machine of each engine; empty for this machine.
+        address: The address at which the notebook listens for engines on other machines; "" if there are none.
         packages: The versions of the packages on each of these machines.
         folders: The notebook's folders that are sent to these machines.
     """
 
-    devices: tuple[Device, ...]
+    engines: tuple[PlacedEngine, ...]
     notices: tuple[str, ...] = ()
-    tasks: tuple[Task, ...] = ()
     options: StartOptions = field(default_factory=StartOptions)
-    address: str = "127.0.0.1"
-    hosts: tuple[str, ...] = ()
+    address: str = ""
     packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     folders: tuple[str, ...] = ()
 
     def launcher(self, connection: Connection) -> Launcher:
         """Return the launcher of a cluster with this connection."""
-        return ThisMachine(self.devices)
+        return ThisMachine(self.engines)
 
     def place_further(
         self, there: Sequence[PlacedEngine], count: int, on_progress: OnProgress = lambda text: None
-    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
+    ) -> Placed:
         """Return the engines to start so that a cluster has more engines or, with parameter servers, more workers.
 
         New engines get the lowest free numbers, and the lowest free devices of their machine.
@@ -109,8 +86,7 @@ class EnginePlan:
         """
         check_resizable(there)
         tasks = further_tasks(self, there, count)
-        hosts = [""] * (len(tasks) or count)
-        return place_engines(self, there, tasks, hosts, lambda host: (None, this_machine()))
+        return place_engines(self.options, [""] * (len(tasks) or count), tasks, _examine_this_machine, there=there)
 
     def close(self) -> None:
         """Free the plan's resources, after the engines have ended."""
@@ -133,12 +109,14 @@ class ThisMachinePlace:
         self, options: StartOptions, processes: Processes | None = None, on_progress: OnProgress = lambda text: None
     ) -> EnginePlan:
         """Return the plan of the engines. Workers get devices like engines without tasks."""
-        tasks, oversubscribe = options.tasks, options.oversubscribe
-        workers = [task for task in tasks if task.job == WORKER]
-        devices = plan_devices(len(workers) if tasks else options.n, options.devices, oversubscribe=oversubscribe)
-        devices += (SERVERS_DEVICE,) * (len(tasks) - len(workers))
-        notices = check_capacity(len(devices), this_machine(), oversubscribe=oversubscribe)
-        return EnginePlan(devices=devices, notices=notices, tasks=tasks, options=options)
+        tasks = options.tasks
+        count = len(tasks) or len(plan_devices(options.n, options.devices, oversubscribe=options.oversubscribe))
+        engines, notices = place_engines(options, [""] * count, tasks, _examine_this_machine)
+        return EnginePlan(engines=tuple(engines), notices=notices, options=options)
+
+
+def _examine_this_machine(host: str) -> tuple[None, Capacity]:
+    return None, this_machine()
 
 
 def place_of(options: StartOptions) -> EnginePlace:
@@ -162,6 +140,78 @@ def check_replicas_per_worker(options: StartOptions, tasks: Sequence[Task]) -> N
         )
 
 
+def place_engines(
+    options: StartOptions,
+    hosts: Sequence[str],
+    tasks: Sequence[Task],
+    examine: Callable[[str], tuple[int | None, Capacity]],
+    *,
+    machine_of: Callable[[str], str] = str,
+    there: Sequence[PlacedEngine] | None = None,
+) -> Placed:
+    """Return engines on their hosts, with numbers and devices, and the notices for the user.
+
+    A parameter server computes on the CPU.
+
+    Args:
+        hosts: The host of each engine.
+        tasks: The task of each engine; empty if all are alike.
+        examine: Returns the number of GPUs and the capacity of a host; None for the number of this machine.
+        machine_of: Returns the machine of a host. Several hosts may be on the same machine.
+        there: The engines of a cluster that grows; None at the start.
+    """
+    devices = [_SERVERS_DEVICE] * len(hosts)
+    notices: list[str] = []
+    by_machine: dict[str, list[int]] = {}
+    for place, host in enumerate(hosts):
+        by_machine.setdefault(machine_of(host), []).append(place)
+    for machine, places in by_machine.items():
+        gpus, capacity = examine(hosts[places[0]])
+        running = [each for each in there or () if machine_of(each.host) == machine]
+        computing = [place for place in places if not tasks or tasks[place].computes]
+        over = options.oversubscribe
+        with errors_of(machine):
+            if there is not None:
+                used = [each.device for each in running if each.computes]
+                planned = further_devices(len(computing), used, oversubscribe=over, gpus=gpus)
+            elif computing:
+                planned = plan_devices(len(computing), options.devices, oversubscribe=over, gpus=gpus)
+            else:
+                planned = ()
+            notices += check_capacity(
+                len(running) + len(places),
+                capacity,
+                machine or "this machine",
+                oversubscribe=over,
+                running=None if there is None else len(running),
+            )
+        for place, device in zip(computing, planned, strict=True):
+            devices[place] = device
+    numbers = _free_numbers(each.engine for each in there or ())
+    placed = [
+        PlacedEngine(engine=engine, device=devices[place], host=host, task=tasks[place] if tasks else None)
+        for place, (host, engine) in enumerate(zip(hosts, numbers, strict=False))
+    ]
+    return placed, tuple(notices)
+
+
+@contextmanager
+def errors_of(machine: str) -> Iterator[None]:
+    """Name a machine in the errors of a `with` block, unless it is this one ("")."""
+    try:
+        yield
+    except DistnbError as error:
+        if not machine:
+            raise
+        raise type(error)(f"{machine}: {error}") from None
+
+
+def _free_numbers(used: Iterable[int]) -> Iterator[int]:
+    """Yield the numbers from 0 on that are not used."""
+    taken = set(used)
+    return (number for number in itertools.count() if number not in taken)
+
+
 # -- further engines ---------------------------------------------------------------------------------------------------
 
 
@@ -176,54 +226,9 @@ def check_resizable(there: Sequence[PlacedEngine]) -> None:
 
 def further_tasks(plan: EnginePlan, there: Sequence[PlacedEngine], count: int) -> list[Task]:
     """Return the task of each engine of further workers; none in a cluster without tasks."""
-    if not plan.tasks:
+    first = plan.engines[0].task
+    if first is None:
         return []
-    replicas = plan.tasks.count(plan.tasks[0])
-    indices = free_numbers(each.task.index for each in there if each.task is not None and each.computes)
+    replicas = sum(each.task == first for each in plan.engines)
+    indices = _free_numbers(each.task.index for each in there if each.task is not None and each.computes)
     return [Task(WORKER, index) for index in itertools.islice(indices, count) for _ in range(replicas)]
-
-
-def place_engines(
-    plan: EnginePlan,
-    there: Sequence[PlacedEngine],
-    tasks: Sequence[Task],
-    hosts: Sequence[str],
-    examine: Callable[[str], tuple[int | None, Capacity]],
-    machine_of: Callable[[str], str] = str,
-) -> tuple[list[PlacedEngine], tuple[str, ...]]:
-    """Return further engines on their hosts, with numbers and devices, and the notices for the user.
-
-    Args:
-        examine: Returns the number of GPUs and the capacity of a host.
-        machine_of: Returns the machine of a host. Several hosts may be on the same machine.
-    """
-    numbers = list(itertools.islice(free_numbers(each.engine for each in there), len(hosts)))
-    devices: dict[int, Device] = {}
-    notices: list[str] = []
-    by_machine: dict[str, list[int]] = {}
-    for place, host in enumerate(hosts):
-        by_machine.setdefault(machine_of(host), []).append(place)
-    for machine, places in by_machine.items():
-        gpus, capacity = examine(hosts[places[0]])
-        running = [each for each in there if machine_of(each.host) == machine]
-        used = [each.device for each in running if each.computes]
-        oversubscribe = plan.options.oversubscribe
-        total = len(running) + len(places)
-        where = machine or "this machine"
-        try:
-            further = further_devices(len(places), used, oversubscribe=oversubscribe, gpus=gpus)
-            notices += check_capacity(total, capacity, where, oversubscribe=oversubscribe, running=len(running))
-        except DistnbError as error:
-            raise type(error)(f"{machine}: {error}" if machine else str(error)) from None
-        devices |= dict(zip(places, further, strict=True))
-    placed = [
-        PlacedEngine(engine=engine, device=devices[place], host=hosts[place], task=tasks[place] if tasks else None)
-        for place, engine in enumerate(numbers)
-    ]
-    return placed, tuple(notices)
-
-
-def free_numbers(used: Iterable[int]) -> Iterator[int]:
-    """Yield the numbers from 0 on that are not used."""
-    taken = set(used)
-    return (number for number in itertools.count() if number not in taken)

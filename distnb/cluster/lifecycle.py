@@ -1,221 +1,142 @@
-"""The engines of a cluster, from their start to their end."""
+"""The engines that this process owns, from their start to their end."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
+import socket
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
-from distnb.cluster.connection import Connection, connection_path
-from distnb.cluster.local.forking import ThisMachine
-from distnb.cluster.local.launcher import EngineOrder, Launcher
+from distnb.cluster.connection import Connection, connection_path, make_keys
+from distnb.cluster.engine_owner import ClusterFacts, EngineOwner, EngineProcess, OnProgress
+from distnb.cluster.engine_plan import EnginePlan, Placed
+from distnb.cluster.heartbeat_listener import HeartbeatListener
+from distnb.cluster.local.launcher import EngineOrder, Launcher, PlacedEngine
 from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.local.processes import Processes
+from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.errors import NoClusterError, StartError
-from distnb.topology import Device
+from distnb.wire.channel import Addresses
 
-__all__ = ["Cluster", "EngineProcess", "RunningCluster"]
+__all__ = ["Cluster"]
 
 _logger = logging.getLogger("distnb.cluster")
 
 _START_TIMEOUT_S = 180.0
-_LOG_LINES = 15
-
-OnExit = Callable[[int, int, str], None]
-OnProgress = Callable[[str], None]
-"""A function called with a line of text at each step of the start."""
 
 
-@dataclass(frozen=True)
-class EngineProcess:
-    """The process of an engine.
-
-    Attributes:
-        pid: The id of its process, which leads a process group; for an engine on another machine, of the local ssh.
-        device: The device on which the engine computes.
-        ready: True once the engine's agent serves programs.
-        ended: The way in which the process ended, in words; "" while it runs.
-    """
-
-    engine: int
-    pid: int
-    device: Device
-    ready: bool = False
-    ended: str = ""
-
-
-class RunningCluster(ABC):
-    """The processes of a cluster, whichever process owns them."""
-
-    @property
-    @abstractmethod
-    def engines(self) -> dict[int, EngineProcess]:
-        """The latest process of every engine, running or ended, by engine id."""
-
-    @property
-    @abstractmethod
-    def directory(self) -> Path:
-        """The cluster's private directory with secrets and logs. Raises NoClusterError if it is not running."""
-
-    @abstractmethod
-    def host(self, engine: int) -> str:
-        """Return the name of an engine's machine, or "" for this one."""
-
-    @abstractmethod
-    def restart(self, engines: Sequence[int], *, on_progress: OnProgress = lambda text: None) -> None:
-        """Replace engines with new processes of the same ids and devices.
-
-        Raises:
-            StartError: An engine ended or did not start in time. All of these engines are now `missing`.
-        """
-
-    @abstractmethod
-    def add(
-        self, devices: Mapping[int, Device], hosts: Mapping[int, str], *, on_progress: OnProgress = lambda text: None
-    ) -> None:
-        """Start further engines.
-
-        Args:
-            devices: Their devices, by their new ids.
-            hosts: The names of their machines. Engines without an entry run on this machine.
-            on_progress: Called with a text whenever the start makes progress.
-
-        Raises:
-            StartError: An engine ended or did not start in time. None of these engines exists then.
-        """
-
-    @abstractmethod
-    def remove(self, engines: Sequence[int]) -> None:
-        """End engines, and forget them."""
-
-    @abstractmethod
-    def notice_ends(self) -> None:
-        """Wait until `missing` includes the engines that have ended already."""
-
-    @abstractmethod
-    def engine_ready(self, engine: int) -> None:
-        """Record that the agent of an engine serves programs. Any thread may call this."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """End every process of the cluster and remove its files. Do nothing if it is not running."""
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The ids of the engines whose process has ended."""
-        return tuple(process.engine for process in self.engines.values() if process.ended)
-
-    @property
-    def client_file(self) -> Path:
-        """The file for `ipyparallel.Client(path)`, ipyparallel's own client. It is created soon after the start."""
-        return self.directory / "security" / "ipcontroller-client.json"
-
-    def log_tail(self, engine: int, lines: int = _LOG_LINES) -> str:
-        """Return the last lines that an engine wrote outside programs, indented."""
-        try:
-            text = self._log_path(engine).read_text(errors="replace").rstrip().splitlines()[-lines:]
-        except OSError:
-            text = []
-        return "\n".join(f"    {line}" for line in text) or "    (it is empty)"
-
-    def _log_path(self, engine: int) -> Path:
-        return self.directory / "log" / f"engine-{engine}.log"
-
-
-class Cluster(RunningCluster):
+class Cluster(EngineOwner):
     """The engines that this process owns, with a watcher thread that handles the end of an engine at once.
 
-    Start a cluster only once. All methods run in the notebook process, and any thread may call them.
+    This process is the notebook, or the daemon of a detached cluster. Start a cluster only once. Any thread may call
+    the methods.
 
     Args:
-        devices: One device per engine, from `plan_devices`.
-        connection: The information that engines need to reach this process. It is written to a secret file.
-        on_exit: Called with (engine, pid, status in words) in the watcher's thread when an engine ends unexpectedly.
+        plan: The engines. It is closed with the cluster.
+        processes: The supervisor of the processes, with their private directory. It is closed with the cluster.
         agent: The module whose `install(shell, connection, engine, device)` makes an engine of a process.
-        launcher: The launcher of the engines; None for engines on this machine.
-        processes: The supervisor of the processes, with their private directory. The cluster closes it. None creates a
-            new one.
+
+    Raises:
+        StartError: This process cannot listen for engines of other machines.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        connection: Connection,
-        *,
-        on_exit: OnExit = lambda engine, pid, status: None,
-        agent: str = "distnb.engine.agent",
-        launcher: Launcher | None = None,
-        processes: Processes | None = None,
-    ) -> None:
-        self._devices = dict(enumerate(devices))
-        self._connection = connection
-        self._on_exit = on_exit
-        self._agent = agent
-        self.launcher = launcher or ThisMachine(devices)
+    def __init__(self, plan: EnginePlan, processes: Processes, *, agent: str = "distnb.engine.agent") -> None:
+        super().__init__()
+        self._plan, self._processes, self._agent = plan, processes, agent
+        self._launcher: Launcher | None = None
+        self._store: RendezvousStore | None = None
+        self._heartbeats: HeartbeatListener | None = None
+        self._passing: set[int] = set()  # engines that end with the notebook: they have not joined yet, or leave
         self._lock = threading.RLock()  # one start, stop or restart at a time
-        self._engines: dict[int, EngineProcess] = {}
-        self._prepared = processes
-        self._processes: Processes | None = None  # while it runs
         self._stopping = False
         self._owner = os.getpid()
+        self._is_closed = False
+        self._opened = ExitStack()  # closed after the processes and the plan
+        try:
+            self.facts = self._listen()
+        except BaseException:
+            self.stop()
+            raise
 
-    # -- state ------------------------------------------------------------------------------------------------------
-
-    @property
-    def engines(self) -> dict[int, EngineProcess]:
-        """The latest process of every engine, running or ended, by engine id."""
-        return dict(sorted(self._engines.copy().items()))  # the watcher's thread may add one meanwhile
-
-    def notice_ends(self) -> None:
-        """Wait until `missing` includes the engines that have ended already."""
-        if self._processes is not None:
-            running = [process for process in self._engines.values() if not process.ended]
-            self.launcher.notice_ends({process.engine: process.pid for process in running}, self._processes)
+    def _listen(self) -> ClusterFacts:
+        """Listen for engines of other machines, if there are any, and return the facts about the cluster."""
+        plan, keys, address = self._plan, make_keys(), self._plan.address or None
+        store, ports = None, None
+        if address is not None:
+            self._store = RendezvousStore(host=address)
+            self._opened.callback(self._store.close)
+            store = self._store.host, self._store.port
+            self._heartbeats = HeartbeatListener(address, keys)
+            self._opened.callback(self._heartbeats.close)
+            reserved = [self._opened.enter_context(_reserve_port(address)) for _ in range(2)]
+            ports = (reserved[0].getsockname()[1], reserved[1].getsockname()[1])
+        return ClusterFacts(
+            directory=self.directory,
+            engines=plan.engines,
+            keys=keys,
+            address=address,
+            ports=ports,
+            store=store,
+            notices=plan.notices,
+            packages=plan.packages,
+            folders=plan.folders,
+            data_limit_nbytes=plan.options.data_limit_nbytes,
+        )
 
     @property
     def directory(self) -> Path:
-        """The cluster's private directory with secrets and logs. Raises NoClusterError if it is not running."""
-        if self._processes is None:
-            raise NoClusterError("This cluster is not running, so it has no files. Start one with %distnb start.")
+        """The cluster's private directory with secrets and logs."""
         return self._processes.directory
 
-    def host(self, engine: int) -> str:
-        """Return the name of an engine's machine, or "" for this one."""
-        return self.launcher.host(engine)
+    def notice_ends(self) -> None:
+        """Wait until `missing` includes the engines that have ended already."""
+        if self._launcher is not None:
+            running = [process for process in self._engines.values() if not process.ended]
+            self._launcher.notice_ends({process.engine: process.pid for process in running}, self._processes)
 
     # -- start ------------------------------------------------------------------------------------------------------
 
     def start(
         self,
+        addresses: Addresses,
         *,
         on_progress: OnProgress = lambda text: None,
         meanwhile: Callable[[], object] = lambda: None,
         timeout_s: float = _START_TIMEOUT_S,
     ) -> None:
-        """Start the engines and return when all of them are ready. `meanwhile` runs in this thread while they start.
-
-        Raises:
-            StartError: An engine ended or did not start in time. The message contains the last lines of its log. All
-                processes of the cluster have been ended.
-        """
+        """Start the engines and return when all of them are ready. `meanwhile` runs in this thread while they start."""
         with self._lock:
             atexit.register(self.stop)
             try:
-                self._processes = self._prepared or Processes()
+                if self._stopping:
+                    raise NoClusterError("This cluster was stopped. Start another one with %distnb start.")
                 (self.directory / "log").mkdir(exist_ok=True)  # the notebook may log already
-                engines = tuple(self._devices)
-                on_progress(self._starting(engines))
-                self._connection.write(self.directory)
-                self._launch(self._processes, engines)
+                keys, options = self.facts.keys, self._plan.options
+                connection = Connection(
+                    **addresses._asdict(),
+                    server_public=keys.server_public,
+                    client_public=keys.client_public,
+                    client_secret=keys.client_secret,
+                    notebook_pid=os.getpid(),
+                    heartbeat_url=self._heartbeats.url if self._heartbeats is not None else "",
+                    on_disconnect=(options.on_disconnect or "continue") if options.detach else "",
+                )
+                connection.write(self.directory)
+                launcher = self._launcher = self._plan.launcher(connection)
+                engines = tuple(launcher.places)
+                on_progress(_starting(self.facts.engines))
+                self._launch(engines)
+                if self._store is not None:
+                    self._store.serve()
                 meanwhile()
-                self._wait_until_ready(self._processes, engines, on_progress, timeout_s)
-                if self.launcher.has_controller:  # last, because its imports would slow down the engines
+                self._wait_until_ready(engines, on_progress, timeout_s)
+                if launcher.has_controller:  # last, because its imports would slow down the engines
                     from distnb.cluster.local.controller import start_controller
 
                     start_controller(self._processes)
@@ -224,93 +145,91 @@ class Cluster(RunningCluster):
                 raise
 
     def restart(self, engines: Sequence[int], *, on_progress: OnProgress = lambda text: None) -> None:
-        """Replace engines with new processes of the same ids and devices.
-
-        Raises:
-            StartError: An engine ended or did not start in time. All of these engines are now `missing`.
-        """
+        """Replace engines with new processes of the same ids and devices."""
         with self._lock:
-            processes = self._running()
-            self._end(processes, engines)
+            self._end(engines)
             try:
-                self._start_again(processes, engines, on_progress)
+                self._start_again(engines, on_progress)
             except BaseException:
-                self._end(processes, engines)
+                self._end(engines)
                 raise
 
-    def add(
-        self, devices: Mapping[int, Device], hosts: Mapping[int, str], *, on_progress: OnProgress = lambda text: None
-    ) -> None:
-        """Start further engines.
+    def place_further(
+        self, there: Sequence[PlacedEngine], count: int, *, on_progress: OnProgress = lambda text: None
+    ) -> Placed:
+        """Return places that the plan allows."""
+        return self._plan.place_further(there, count, on_progress)
 
-        Args:
-            devices: Their devices, by their new ids.
-            hosts: The names of their machines. Engines without an entry run on this machine.
-            on_progress: Called with a text whenever the start makes progress.
-
-        Raises:
-            StartError: An engine ended or did not start in time. None of these engines exists then.
-        """
+    def add(self, placed: Sequence[PlacedEngine], *, on_progress: OnProgress = lambda text: None) -> None:
+        """Start further engines."""
+        engines = tuple(each.engine for each in placed)
         with self._lock:
-            processes = self._running()
-            for engine, device in devices.items():
-                self._devices[engine] = device
-                self.launcher.add(engine, device, hosts.get(engine, ""))
+            self._running.places.update(zip(engines, placed, strict=True))
+            self._passing.update(engines)
             try:
-                on_progress(self._starting(devices))
-                self._start_again(processes, tuple(devices), on_progress)
+                on_progress(_starting(placed))
+                self._start_again(engines, on_progress)
             except BaseException:
-                self.remove(tuple(devices))
+                self.remove(engines)
                 raise
+
+    def joined(self) -> None:
+        """Keep further engines from here on, also if the notebook ends."""
+        self._passing.clear()
+
+    def leave(self, engines: Sequence[int]) -> None:
+        """End these engines if the notebook ends."""
+        self._passing.update(engines)
 
     def remove(self, engines: Sequence[int]) -> None:
         """End engines, and forget them."""
         with self._lock:
             try:
-                self._end(self._running(), engines)
+                self._end(engines)
             finally:
                 for engine in engines:
                     self._engines.pop(engine, None)
-                    del self._devices[engine]
-                    self.launcher.remove(engine)
+                    self._running.remove(engine)
+                self._passing.difference_update(engines)
 
-    def give_up(self, engines: Sequence[int]) -> None:
-        """End further engines, and forget them, also while another thread adds them."""
-        self._end(self._running(), engines)  # `add`, which holds the lock, fails then
-        with self._lock:
-            self.remove([engine for engine in engines if engine in self._devices])
+    def end_passing(self) -> None:
+        """End the engines that a notebook was adding or removing when it ended, also while another thread does so."""
+        if passing := tuple(self._passing):
+            _logger.info("engines %s are ended, because their notebook ended while it added or removed them", passing)
+            self._end(passing)  # `add`, which holds the lock, fails then
+            with self._lock:
+                self.remove(tuple(self._passing))  # those that it has not removed itself
 
-    def _running(self) -> Processes:
-        if self._processes is None:
+    @property
+    def _running(self) -> Launcher:
+        if self._launcher is None:
             raise NoClusterError("There is no running cluster whose engines could be changed. Start one first.")
-        return self._processes
+        return self._launcher
 
-    def _starting(self, engines: Collection[int]) -> str:
-        return f"starting {_engines(len(engines))} on {', '.join(str(self._devices[engine]) for engine in engines)}"
+    def _start_again(self, engines: Sequence[int], on_progress: OnProgress) -> None:
+        self._running.prepare(engines, on_progress)
+        self._launch(engines)
+        self._wait_until_ready(engines, on_progress, _START_TIMEOUT_S)
 
-    def _start_again(self, processes: Processes, engines: Sequence[int], on_progress: OnProgress) -> None:
-        self.launcher.prepare(engines, on_progress)
-        self._launch(processes, engines)
-        self._wait_until_ready(processes, engines, on_progress, _START_TIMEOUT_S)
-
-    def _launch(self, processes: Processes, engines: Sequence[int]) -> None:
+    def _launch(self, engines: Sequence[int]) -> None:
         raise_file_limit(len({*self._engines, *engines}))
+        launcher = self._running
         orders = [
-            EngineOrder(engine=engine, device=self._devices[engine], log=self._log_path(engine), agent=self._agent)
+            EngineOrder(
+                engine=engine, device=launcher.places[engine].device, log=self._log_path(engine), agent=self._agent
+            )
             for engine in engines
         ]
-        with processes.changed:
+        with self._processes.changed:
             try:
-                self.launcher.launch(orders, processes, self._engine_launched, self._engine_ended)
+                launcher.launch(orders, self._processes, self._engine_launched, self._engine_ended)
             except OSError as error:
                 which = f"engine{'s' if len(orders) > 1 else ''} {', '.join(map(str, engines))}"
                 raise StartError(
                     f"The process of {which} could not be started: {error}. Free memory or processes, and try again."
                 ) from error
 
-    def _wait_until_ready(
-        self, processes: Processes, engines: Sequence[int], on_progress: OnProgress, timeout_s: float
-    ) -> None:
+    def _wait_until_ready(self, engines: Sequence[int], on_progress: OnProgress, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         ready = -1
 
@@ -320,8 +239,8 @@ class Cluster(RunningCluster):
             return ended or sum(process.ready for process in now) != ready
 
         while ready < len(engines):
-            with processes.changed:
-                progressed = processes.changed.wait_for(has_progressed, deadline - time.monotonic())
+            with self._processes.changed:
+                progressed = self._processes.changed.wait_for(has_progressed, deadline - time.monotonic())
                 now = [self._engines[engine] for engine in engines]
             if self._stopping:
                 raise StartError("The cluster was stopped while its engines started.")
@@ -339,60 +258,69 @@ class Cluster(RunningCluster):
     # -- events from the launcher and the agents -------------------------------------------------------------------
 
     def _engine_launched(self, engine: int, pid: int) -> None:
-        _logger.info("engine %d (%s) is process %d", engine, self._devices[engine], pid)
-        self._engines[engine] = EngineProcess(engine=engine, pid=pid, device=self._devices[engine])
+        place = self._running.places[engine]
+        _logger.info("engine %d (%s) is process %d", engine, place.device, pid)
+        self._engines[engine] = EngineProcess(**vars(place), pid=pid)
 
     def engine_ready(self, engine: int) -> None:
         """Record that the agent of an engine serves programs. Any thread may call this."""
-        processes = self._processes
         _logger.info("engine %d is ready", engine)
-        if processes is not None and engine in self._engines:
-            with processes.changed:
+        with self._processes.changed:
+            if engine in self._engines:
                 self._engines[engine] = replace(self._engines[engine], ready=True)
-                processes.changed.notify_all()
+                self._processes.changed.notify_all()
 
     def _engine_ended(self, engine: int, pid: int, words: str, expected: bool) -> None:
-        processes = self._processes
-        if processes is None:
-            return
-        with processes.changed:
+        with self._processes.changed:
             process = self._engines.get(engine)
             if process is None or process.pid != pid:
                 return
             _logger.info("engine %d %s", engine, words)
             self._engines[engine] = replace(process, ended=words)
-            processes.changed.notify_all()
+            self._processes.changed.notify_all()
         if not expected:
-            self._on_exit(engine, pid, words)
+            self.on_exit(engine, pid, words)
 
     # -- end --------------------------------------------------------------------------------------------------------
 
-    def _end(self, processes: Processes, engines: Iterable[int]) -> None:
-        with processes.changed:  # no engine gets a new process meanwhile
+    def _end(self, engines: Iterable[int]) -> None:
+        launcher = self._running
+        with self._processes.changed:  # no engine gets a new process meanwhile
             pids = {engine: self._engines[engine].pid for engine in engines if engine in self._engines}
-            self.launcher.expect_end(pids, processes)
-        self.launcher.end(pids, processes)
+            launcher.expect_end(pids, self._processes)
+        launcher.end(pids, self._processes)
 
     def stop(self) -> None:
-        """End every process of the cluster and remove its files. Do nothing if it is not running."""
+        """End every process of the cluster, and free all its resources. A second call does nothing."""
         if os.getpid() != self._owner:
             return  # a forked child: these are not its processes
         self._stopping = True  # a start that is under way in another thread, and holds the lock, fails
-        if (running := self._processes) is not None:
-            with running.changed:
-                running.changed.notify_all()
+        with self._processes.changed:
+            self._processes.changed.notify_all()
         with self._lock:
-            processes = self._processes
             atexit.unregister(self.stop)
-            if processes is None:
+            if self._is_closed:
                 return
-            try:
-                connection_path(processes.directory).unlink(missing_ok=True)
-                self._end(processes, [*self._engines])
-                self.launcher.close()
-            finally:
-                self._processes = None
-                processes.close()
+            self._is_closed = True
+            with self._opened:
+                self._opened.callback(self._processes.close)
+                self._opened.callback(self._plan.close)
+                connection_path(self.directory).unlink(missing_ok=True)
+                if self._launcher is not None:
+                    self._end([*self._engines])
+                    self._launcher = None
+
+
+def _reserve_port(host: str) -> socket.socket:
+    """Reserve a port, at which the notebook listens. The socket is bound to it, and never listens."""
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
+
+
+def _starting(placed: Collection[PlacedEngine]) -> str:
+    return f"starting {_engines(len(placed))} on {', '.join(str(each.device) for each in placed)}"
 
 
 def _engines(n: int) -> str:

@@ -1,9 +1,9 @@
 """`python -m distnb.detached.daemon`: the process that owns a detached cluster in the notebook's place.
 
-It starts the engines, is the process with which they end, and keeps what must outlive a notebook: the transport to
-other machines, the private directory, the keys, the rendezvous store and the ports. Programs and events do not pass
-through it. A notebook binds the sockets to which the engines connect, and the engines connect again when another
-notebook binds them:
+It has the same `Cluster` as a notebook whose engines end with it, and answers requests by the cluster's methods. So it
+keeps what must outlive a notebook: the engines, the transport to other machines, the private directory, the keys, the
+rendezvous store and the ports. Programs and events do not pass through it. A notebook binds the sockets to which the
+engines connect, and the engines connect again when another notebook binds them:
 
     notebook ◀── programs, control ──▶ engines
         │                                 ▲
@@ -39,15 +39,13 @@ from typing import Any
 import psutil
 
 from distnb import __version__
-from distnb.cluster.connection import Connection, make_keys
-from distnb.cluster.engine_plan import EnginePlace, EnginePlan, PlacedEngine
-from distnb.cluster.lifecycle import Cluster, EngineProcess
+from distnb.cluster.engine_owner import ClusterFacts, EngineProcess
+from distnb.cluster.engine_plan import EnginePlace
+from distnb.cluster.lifecycle import Cluster
 from distnb.cluster.local.processes import Processes
-from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.start_options import DETACHED_HOURS, StartOptions
 from distnb.detached import registry
 from distnb.detached.client_connection import ClientConnection
-from distnb.detached.heartbeat_listener import HeartbeatListener
 from distnb.detached.ownership import EndCluster, Grant, Order, Ownership, Refuse, Release
 from distnb.detached.protocol import (
     SOCKET_NAME,
@@ -55,15 +53,12 @@ from distnb.detached.protocol import (
     DaemonAnswer,
     DaemonProgress,
     DaemonRequest,
-    DetachedCluster,
     Ending,
     Exited,
     Taken,
 )
 from distnb.errors import ClusterError, DistnbError, NoClusterError, StartError
 from distnb.process_log import open_log
-from distnb.topology import Device
-from distnb.wire.channel import CONTROL_NAME, PROGRAMS_NAME
 
 __all__ = ["Daemon", "DaemonOptions", "main"]
 
@@ -72,6 +67,7 @@ _logger = logging.getLogger("distnb.detached")
 _LONGEST_WAIT_S = 86400.0
 _PAUSE_S = 0.05
 _STARTER = 0  # the number of the client that starts the cluster
+_WITH_PROGRESS = ("start", "restart", "place_further", "add")  # requests
 
 _REFUSALS = {
     "starting": "{by} is still starting the cluster {name!r}. Connect when it has started.",
@@ -120,15 +116,8 @@ class Daemon:
         self._ownership = Ownership(_STARTER, options.who, self._ends, f"it reached its time limit of {hours:g} hours")
         self._numbers = itertools.count(_STARTER)
         self._clients: dict[int, ClientConnection] = {}
-        self._changed = threading.Condition()  # guards the three above and `_joining`, and reports each of their events
-        self._joining: set[int] = set()  # further engines that have no copy yet of what the others have
-        self._plan: EnginePlan | None = None
+        self._changed = threading.Condition()  # guards the three above, and reports each of their events
         self._cluster: Cluster | None = None
-        self._facts: DetachedCluster | None = None
-        self._store: RendezvousStore | None = None
-        self._heartbeats: HeartbeatListener | None = None
-        self._reserved: list[socket.socket] = []
-        self._keys = make_keys()
         path = str(self._directory / SOCKET_NAME)
         try:
             self._listener = Listener(path, "AF_UNIX", backlog=16)
@@ -212,15 +201,7 @@ class Daemon:
         self._listener.close()
         if self._cluster is not None:
             self._cluster.stop()
-        if self._plan is not None:
-            self._plan.close()
         self._processes.close()
-        if self._store is not None:
-            self._store.close()
-        if self._heartbeats is not None:
-            self._heartbeats.close()
-        for reserved in self._reserved:
-            reserved.close()
         for client in list(self._clients.values()):
             client.close()
 
@@ -244,7 +225,8 @@ class Daemon:
         try:
             while (request := client.receive()) is not None:
                 self._handle(client, request)
-            self._end_joining(client)  # before the next notebook is connected
+            if self._cluster is not None and self._ownership.owner == client.number:
+                self._cluster.end_passing()  # before the next notebook is connected
         except Exception:
             _logger.exception("client %d is given up", client.number)
         finally:
@@ -276,26 +258,20 @@ class Daemon:
         else:
             self._advance(lambda now: self._ownership.connected(client.number, client.who, take, now=now))
 
-    def _current_facts(self) -> DetachedCluster | None:
-        if self._facts is None:
+    def _current_facts(self) -> ClusterFacts | None:
+        if self._cluster is None:
             return None
-        return dataclasses.replace(self._facts, engines=len(self._engines), hosts=self._hosts())
-
-    def _end_joining(self, client: ClientConnection) -> None:
-        """End the engines that a notebook was adding when it ended. The cluster keeps its earlier size."""
-        with self._changed:
-            joining = tuple(self._joining) if self._ownership.owner == client.number else ()
-            self._joining.difference_update(joining)
-        if joining and self._cluster is not None:
-            _logger.info("engines %s are ended, because their notebook ended before they had joined", joining)
-            self._cluster.give_up(joining)
+        engines = tuple(self._engines.values()) or self._cluster.facts.engines
+        return dataclasses.replace(self._cluster.facts, name=self.entry.name, engines=engines)
 
     def _answer(self, client: ClientConnection, request: DaemonRequest) -> None:
         value, error = None, None
         try:
-            if request.name != "summary":
+            if request.name == "summary":
+                value = self._summary()
+            else:
                 self._check(client)
-            value = getattr(self, f"_on_{request.name}")(client, request.number, *request.arguments)
+                value = self._carry_out(client, request)
         except Exception as raised:  # noqa: BLE001  # the client raises it
             _logger.info("request %s failed: %s", request.name, raised)
             error = raised if isinstance(raised, DistnbError) else ClusterError(traceback.format_exc())
@@ -311,140 +287,46 @@ class Daemon:
         if self._ownership.ended:
             raise NoClusterError(_REFUSALS["ended"].format(name=self.entry.name, by=self._ownership.ended))
 
-    def _progress(self, client: ClientConnection, number: int) -> Callable[[str], None]:
-        """Return a function that sends lines about the progress of a request, which it ends with the cluster."""
+    def _carry_out(self, client: ClientConnection, request: DaemonRequest) -> Any:
+        """Plan or start the cluster, or call the method of it that a request names."""
+        name, arguments = request.name, request.arguments
 
         def report(text: str) -> None:
+            """Send a line about the progress. Raise if the cluster has ended, or if engines were added for nobody."""
             self._check_running()
-            client.send(DaemonProgress(number, text))
+            if name == "add":
+                self._check(client)
+            client.send(DaemonProgress(request.number, text))
 
-        return report
+        if name == "plan":
+            return self._plan(report)
+        if self._cluster is None:
+            raise NoClusterError("The engines of this cluster have not been started.")
+        words = {"on_progress": report} if name in _WITH_PROGRESS else {}
+        value = getattr(self._cluster, name)(*arguments, **words)
+        if name == "start":
+            self._advance(lambda now: self._ownership.started(now=now))
+        return value
 
-    @property
-    def _engines(self) -> dict[int, EngineProcess]:
-        return {} if self._cluster is None else self._cluster.engines
-
-    def _hosts(self) -> dict[int, str]:
-        """Return the machine of each engine that does not run on this one."""
-        cluster = self._cluster
-        return {} if cluster is None else {each: host for each in cluster.engines if (host := cluster.host(each))}
-
-    # -- requests of the notebook: `_on_NAME(client, number, …)` -----------------------------------------------------
-
-    def _on_plan(self, client: ClientConnection, number: int) -> DetachedCluster:
+    def _plan(self, on_progress: Callable[[str], None]) -> ClusterFacts | None:
         """Choose the engines' devices, and return the facts that the notebook needs before it listens for them."""
-        options = self._options.options
-        plan = self._plan = self._options.place.plan(options, self._processes, self._progress(client, number))
-        remote = bool(plan.hosts)
-        if remote:
-            self._store = RendezvousStore(host=plan.address)
-            self._heartbeats = HeartbeatListener(plan.address, self._keys)
-        self._facts = DetachedCluster(
-            name=self.entry.name,
-            directory=self._directory,
-            engines=len(plan.devices),
-            hosts=dict(enumerate(plan.hosts)),
-            notices=plan.notices,
-            keys=self._keys,
-            address=plan.address,
-            ports=(self._reserve(plan.address), self._reserve(plan.address)) if remote else None,
-            store=(self._store.host, self._store.port) if self._store is not None else None,
-            data_limit_nbytes=options.data_limit_nbytes,
-            packages=plan.packages,
-            folders=plan.folders,
-        )
-        return self._facts
-
-    def _reserve(self, host: str) -> int:
-        """Reserve a port, at which the notebook listens. The socket here is bound to it, and never listens."""
-        reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._reserved.append(reserved)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((host, 0))
-        return int(reserved.getsockname()[1])
-
-    def _on_start(self, client: ClientConnection, number: int) -> None:
-        """Start the engines. The notebook listens for them already."""
-        plan, facts = self._plan, self._facts
-        assert plan is not None
-        assert facts is not None
-        host = f"[{facts.address}]" if ":" in facts.address else facts.address
-        program_url, control_url, listener = "", f"ipc://{self._directory / CONTROL_NAME}", ""
-        if facts.ports is None:
-            listener = str(self._directory / PROGRAMS_NAME)
-        else:
-            program_url, control_url = (f"tcp://{host}:{port}" for port in facts.ports)
-        connection = Connection(
-            program_url=program_url,
-            control_url=control_url,
-            server_public=self._keys.server_public,
-            client_public=self._keys.client_public,
-            client_secret=self._keys.client_secret,
-            notebook_pid=os.getpid(),
-            listener=listener,
-            heartbeat_url=self._heartbeats.url if self._heartbeats is not None else "",
-            on_disconnect=self._options.options.on_disconnect or "continue",
-        )
-        self._cluster = Cluster(
-            plan.devices,
-            connection,
-            on_exit=self._exited,
-            launcher=plan.launcher(connection),
-            processes=self._processes,
-        )
-        serve = self._store.serve if self._store is not None else lambda: None
-        self._cluster.start(on_progress=self._progress(client, number), meanwhile=serve)
-        self._advance(lambda now: self._ownership.started(now=now))
+        plan = self._options.place.plan(self._options.options, self._processes, on_progress)
+        self._cluster = Cluster(plan, self._processes)
+        self._cluster.on_exit = self._exited
+        return self._current_facts()
 
     def _exited(self, engine: int, pid: int, status: str) -> None:
         with self._changed:
             if self._ownership.owner is not None:
                 self._send(self._ownership.owner, Exited(engine, pid, status, self._engines))
 
-    def _running(self) -> Cluster:
-        if self._cluster is None:
-            raise NoClusterError("The engines of this cluster have not been started.")
-        return self._cluster
+    @property
+    def _engines(self) -> dict[int, EngineProcess]:
+        return {} if self._cluster is None else self._cluster.engines
 
-    def _on_engine_ready(self, client: ClientConnection, number: int, engine: int) -> None:
-        if self._cluster is not None:
-            self._cluster.engine_ready(engine)
-
-    def _on_restart(self, client: ClientConnection, number: int, engines: tuple[int, ...]) -> None:
-        self._running().restart(engines, on_progress=self._progress(client, number))
-
-    def _on_place_further(
-        self, client: ClientConnection, number: int, there: list[PlacedEngine], count: int
-    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
-        assert self._plan is not None
-        return self._plan.place_further(there, count, self._progress(client, number))
-
-    def _on_add(self, client: ClientConnection, number: int, devices: dict[int, Device], hosts: dict[int, str]) -> None:
-        progress = self._progress(client, number)
-
-        def report(text: str) -> None:
-            self._check(client)
-            progress(text)
-
-        with self._changed:
-            self._check(client)
-            self._joining.update(devices)
-        self._running().add(devices, hosts, on_progress=report)
-
-    def _on_joined(self, client: ClientConnection, number: int) -> None:
-        """Keep the further engines from here on, also if the notebook ends."""
-        self._joining.clear()
-
-    def _on_remove(self, client: ClientConnection, number: int, engines: tuple[int, ...]) -> None:
-        self._running().remove(engines)
-        self._joining.difference_update(engines)
-
-    def _on_notice_ends(self, client: ClientConnection, number: int) -> None:
-        self._running().notice_ends()
-
-    def _on_summary(self, client: ClientConnection, number: int) -> ClusterSummary:
+    def _summary(self) -> ClusterSummary:
         engines = self._engines.values()
-        hosts = dict.fromkeys(self._hosts().values())
+        hosts = dict.fromkeys(each.host for each in engines if each.host)
         return ClusterSummary(
             name=self.entry.name,
             engines=len(engines),

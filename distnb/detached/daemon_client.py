@@ -15,13 +15,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Client, Pipe
 from multiprocessing.connection import Connection as PipeEnd
-from pathlib import Path
 from typing import Any
 
 from distnb import __version__
-from distnb.cluster.engine_plan import PlacedEngine
-from distnb.cluster.lifecycle import EngineProcess, RunningCluster
+from distnb.cluster.engine_owner import ClusterFacts, EngineOwner, EngineProcess, OnLost, OnProgress
+from distnb.cluster.engine_plan import EnginePlace, Placed
+from distnb.cluster.local.launcher import PlacedEngine
+from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
+from distnb.cluster.start_options import StartOptions
 from distnb.detached import registry
 from distnb.detached.daemon import DaemonOptions
 from distnb.detached.protocol import (
@@ -29,44 +31,39 @@ from distnb.detached.protocol import (
     DaemonAnswer,
     DaemonProgress,
     DaemonRequest,
-    DetachedCluster,
     Ending,
     Exited,
     Taken,
 )
+from distnb.detached.saved_names import SavedNames
 from distnb.errors import ClusterError, NoClusterError, StartError
-from distnb.notebook.engine_owners import OnLost
-from distnb.topology import Device
+from distnb.wire.channel import Addresses
 
-__all__ = ["DaemonClient", "notebook_name", "start_daemon", "stop_detached", "summaries"]
+__all__ = ["DaemonClient", "connect", "start", "stop_detached", "summaries"]
 
 _logger = logging.getLogger("distnb.detached")
 
 
-class DaemonClient(RunningCluster):
-    """The processes of a detached cluster, as `Cluster` is of any other: every method asks the daemon.
+class DaemonClient(EngineOwner):
+    """The owner of a detached cluster's engines, as the notebook sees it: every method asks the daemon.
 
     The cluster is lost when another notebook takes it over, or when it ends and this notebook did not ask for that.
 
     Args:
         daemon: The path of the daemon's socket, or a connection to the daemon.
 
-    Attributes:
-        on_exit: Called with (engine, pid, status in words) in this object's thread when an engine ends unexpectedly.
-
     Raises:
         NoClusterError: The daemon has ended.
     """
 
     def __init__(self, daemon: str | PipeEnd[Any, Any]) -> None:
+        super().__init__()
         try:
             self._pipe = Client(daemon, "AF_UNIX") if isinstance(daemon, str) else daemon
         except OSError as error:
             raise NoClusterError(f"The daemon of this detached cluster has ended ({error}).") from error
-        self.on_exit: Callable[[int, int, str], None] = lambda engine, pid, status: None
-        self._facts: DetachedCluster | None = None
-        self._engines: dict[int, EngineProcess] = {}
-        self._hosts: dict[int, str] = {}
+        self._name = ""
+        self._saved = SavedNames()
         self._numbers = itertools.count(1)
         self._sending = threading.Lock()
         self._waiting: dict[int, _Pending] = {}
@@ -79,7 +76,7 @@ class DaemonClient(RunningCluster):
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def _send(self, name: str, *arguments: Any, on_progress: Callable[[str], None] = lambda text: None) -> _Pending:
+    def _send(self, name: str, *arguments: Any, on_progress: OnProgress = lambda text: None) -> _Pending:
         pending = _Pending(on_progress)
         number = next(self._numbers)
         self._waiting[number] = pending
@@ -90,11 +87,11 @@ class DaemonClient(RunningCluster):
             pending.put(DaemonAnswer(number, error=NoClusterError(self._end)))
         return pending
 
-    def _ask(self, name: str, *arguments: Any, on_progress: Callable[[str], None] = lambda text: None) -> Any:
+    def _ask(self, name: str, *arguments: Any, on_progress: OnProgress = lambda text: None) -> Any:
         return self._send(name, *arguments, on_progress=on_progress).result()
 
-    def connect(self, who: str, *, take: bool = False) -> DetachedCluster:
-        """Become the cluster's notebook, and return the facts about it. The notebook that starts it is connected.
+    def connect(self, who: str, *, take: bool = False) -> None:
+        """Become the cluster's notebook. The notebook that starts it is connected.
 
         Args:
             who: The notebook's name, for others that try to connect.
@@ -103,97 +100,62 @@ class DaemonClient(RunningCluster):
         Raises:
             ClusterError: Another notebook is connected.
         """
-        return self._know(self._ask("connect", who, __version__, take))
+        self._set_facts(self._ask("connect", who, __version__, take))
 
-    def plan(self, on_progress: Callable[[str], None]) -> DetachedCluster:
-        """Have the daemon choose the engines' devices. Return the facts about the cluster."""
-        return self._know(self._ask("plan", on_progress=on_progress))
+    def plan(self, on_progress: OnProgress) -> None:
+        """Have the daemon choose the engines' devices."""
+        self._set_facts(self._ask("plan", on_progress=on_progress))
 
-    def _know(self, facts: DetachedCluster) -> DetachedCluster:
-        self._facts, self._hosts = facts, dict(facts.hosts)
-        return facts
-
-    def when_lost(self, handle: OnLost) -> None:
-        """Call a function, in a thread of its own, when the cluster is lost, or now if it is lost already."""
-        with self._losing:
-            self._on_lost, lost = handle, self._lost
-        if lost is not None:
-            threading.Thread(target=handle, args=lost, name="distnb-lost", daemon=True).start()
-
-    @property
-    def facts(self) -> DetachedCluster:
-        """The facts about the cluster."""
-        assert self._facts is not None
-        return self._facts
+    def _set_facts(self, facts: ClusterFacts) -> None:
+        self.facts, self._name = facts, f" {facts.name!r}"
+        raise_file_limit(len(facts.engines))  # the daemon raises its own
 
     def summary(self) -> ClusterSummary:
         """Return the cluster's line of `distnb list`."""
         found: ClusterSummary = self._ask("summary")
         return found
 
-    # -- as `Cluster` ------------------------------------------------------------------------------------------------
-
-    @property
-    def engines(self) -> dict[int, EngineProcess]:
-        """The latest process of every engine, running or ended, by engine id."""
-        return dict(sorted(self._engines.items()))
-
-    @property
-    def directory(self) -> Path:
-        """The cluster's private directory."""
-        return self.facts.directory
-
-    def host(self, engine: int) -> str:
-        """Return the name of an engine's machine, or "" for this one."""
-        return self._hosts.get(engine, "")
-
     def start(
         self,
+        addresses: Addresses,
         *,
-        on_progress: Callable[[str], None] = lambda text: None,
+        on_progress: OnProgress = lambda text: None,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         """Start the engines, and return when all of them are ready. `meanwhile` runs in this thread."""
-        pending = self._send("start", on_progress=on_progress)
+        pending = self._send("start", addresses, on_progress=on_progress)
         meanwhile()
         pending.result()
 
-    def restart(self, engines: Sequence[int], *, on_progress: Callable[[str], None] = lambda text: None) -> None:
+    def restart(self, engines: Sequence[int], *, on_progress: OnProgress = lambda text: None) -> None:
         """Replace engines with new processes of the same ids and devices."""
         self._ask("restart", tuple(engines), on_progress=on_progress)
 
     def place_further(
-        self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
-    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
+        self, there: Sequence[PlacedEngine], count: int, *, on_progress: OnProgress = lambda text: None
+    ) -> Placed:
         """Return places for further engines, and notices for the user."""
-        found: tuple[list[PlacedEngine], tuple[str, ...]] = self._ask(
-            "place_further", list(there), count, on_progress=on_progress
-        )
+        found: Placed = self._ask("place_further", list(there), count, on_progress=on_progress)
         return found
 
-    def add(
-        self,
-        devices: Mapping[int, Device],
-        hosts: Mapping[int, str],
-        *,
-        on_progress: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    def add(self, placed: Sequence[PlacedEngine], *, on_progress: OnProgress = lambda text: None) -> None:
         """Start further engines."""
-        self._hosts.update(hosts)
-        self._ask("add", dict(devices), dict(hosts), on_progress=on_progress)
+        self._ask("add", list(placed), on_progress=on_progress)
 
     def joined(self) -> None:
         """Have the daemon keep further engines, also if this notebook ends."""
         self._ask("joined")
 
+    def leave(self, engines: Sequence[int]) -> None:
+        """Have the daemon end these engines if this notebook ends."""
+        self._ask("leave", tuple(engines))
+
     def remove(self, engines: Sequence[int]) -> None:
         """End engines, and forget them."""
         self._ask("remove", tuple(engines))
-        for engine in engines:
-            self._hosts.pop(engine, None)
 
     def notice_ends(self) -> None:
-        """Wait until `engines` shows the ends of the engines that have ended already."""
+        """Wait until `missing` includes the engines that have ended already."""
         self._ask("notice_ends")
 
     def engine_ready(self, engine: int) -> None:
@@ -213,6 +175,27 @@ class DaemonClient(RunningCluster):
         # The thread reads, so closing the descriptor alone would not end the connection.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as same:
             same.shutdown(socket.SHUT_RDWR)
+
+    # -- the notebook ------------------------------------------------------------------------------------------------
+
+    def when_lost(self, handle: OnLost) -> None:
+        """Call a function, in a thread of its own, when the cluster is lost, or now if it is lost already."""
+        with self._losing:
+            self._on_lost, lost = handle, self._lost
+        if lost is not None:
+            threading.Thread(target=handle, args=lost, name="distnb-lost", daemon=True).start()
+
+    def note_names(self, user_ns: Mapping[str, Any], program: int) -> None:
+        """Save the names that are bound to engine objects, for the next notebook."""
+        names = SavedNames.of(user_ns, program)
+        if names != self._saved:
+            try:
+                names.save(self.directory)
+            except FileNotFoundError:
+                if self.directory.exists():
+                    raise
+                return  # the cluster has ended, which the next program reports
+            self._saved = names
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -250,8 +233,9 @@ class DaemonClient(RunningCluster):
         """The reason of the connection's end, with its cure."""
         if self._lost is not None:
             return self._lost[1]
-        name = "" if self._facts is None else f" {self._facts.name!r}"
-        return f"The detached cluster{name} has ended: {self._why}. Start another one with %distnb start --detach."
+        return (
+            f"The detached cluster{self._name} has ended: {self._why}. Start another one with %distnb start --detach."
+        )
 
     def _update(self, engines: Mapping[int, EngineProcess]) -> None:
         if self._lost is None:
@@ -290,13 +274,40 @@ class _Pending:
         return message.value
 
 
-def start_daemon(given: DaemonOptions) -> DaemonClient:
-    """Start the daemon of a new detached cluster, and return a connection to it.
+def start(options: StartOptions, place: EnginePlace, on_progress: OnProgress) -> DaemonClient:
+    """Start the daemon of a new detached cluster, have it plan the cluster, and return a connection to it.
 
     Raises:
         OptionError: The cluster's name is invalid or taken.
-        StartError: The daemon did not start.
+        StartError: The daemon did not start, or the machines do not have what was requested.
     """
+    without_resolver = dataclasses.replace(options, on=None)
+    client = _start_daemon(DaemonOptions(who=_notebook_name(), options=without_resolver, place=place))
+    try:
+        client.plan(on_progress)
+    except BaseException:
+        client.stop()
+        raise
+    return client
+
+
+def connect(name: str, *, take: bool) -> DaemonClient:
+    """Connect to the daemon of a detached cluster as its notebook.
+
+    Raises:
+        NoClusterError: There is no such cluster on this machine.
+        ClusterError: Another notebook is connected.
+    """
+    client = DaemonClient(registry.find(name).socket)
+    try:
+        client.connect(_notebook_name(), take=take)
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def _start_daemon(given: DaemonOptions) -> DaemonClient:
     ours, theirs = Pipe()
     with theirs, _daemon_process(theirs.fileno()) as process:
         theirs.close()
@@ -349,7 +360,7 @@ def stop_detached(name: str) -> None:
     DaemonClient(registry.find(name).socket).stop()
 
 
-def notebook_name() -> str:
+def _notebook_name() -> str:
     """Return a name of this process for the users of other notebooks."""
     notebook = os.environ.get("JPY_SESSION_NAME", "")
     kind = os.path.basename(notebook) if notebook else ("a notebook" if "ipykernel" in sys.modules else "a program")

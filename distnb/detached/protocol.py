@@ -16,19 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from distnb.cluster.connection import Keys
-    from distnb.cluster.lifecycle import EngineProcess
+    from distnb.cluster.engine_owner import EngineProcess
     from distnb.topology import Team
     from distnb.wire.messages import ObjectId
 
 __all__ = [
     "SOCKET_NAME",
     "DaemonAnswer",
-    "DetachedCluster",
     "Ending",
     "Exited",
     "DaemonProgress",
@@ -42,40 +39,11 @@ __all__ = [
 SOCKET_NAME = "daemon.socket"
 
 
-@dataclass(frozen=True)
-class DetachedCluster:
-    """The facts about a detached cluster that a notebook needs to reach its engines.
-
-    Attributes:
-        directory: The cluster's private directory on this machine.
-        engines: The number of engines.
-        hosts: The machine of each engine that does not run on this one.
-        notices: The notices for the user before the start.
-        keys: The cluster's keys. The notebook that connects is the channels' server.
-        address: The address at which the notebook listens for engines on other machines.
-        ports: The ports at which it does, for programs and for control; None for engines on this machine.
-        store: The address of the rendezvous store, or None if the engines meet by files.
-        data_limit_nbytes: The size above which data stays on the engines.
-        packages: The versions of the packages on each machine.
-        folders: The notebook's folders that are sent to the machines.
-    """
-
-    name: str
-    directory: Path
-    engines: int
-    hosts: Mapping[int, str]
-    notices: tuple[str, ...]
-    keys: Keys
-    address: str
-    ports: tuple[int, int] | None
-    store: tuple[str, int] | None
-    data_limit_nbytes: int
-    packages: Mapping[str, Mapping[str, str]]
-    folders: tuple[str, ...]
-
-
 class DaemonRequest(NamedTuple):
-    """A request of a client, with a number that the answer repeats."""
+    """A request of a client, with a number that the answer repeats.
+
+    All requests but "connect", "plan" and "summary" have the names of methods of `Cluster`.
+    """
 
     number: int
     name: str

@@ -29,7 +29,7 @@ from distnb.values import Mirrored
 from distnb.wire.exchange import TeamKey
 from distnb.wire.messages import EngineState, Hello, Status
 
-__all__ = ["Restored", "restore_names", "resume_programs"]
+__all__ = ["Restored", "resume"]
 
 _HELLOS_S = 60.0
 _FLUSH_S = 10.0
@@ -66,7 +66,13 @@ class Restored:
         return "\n".join(lines) or "No names were bound to objects of the engines."
 
 
-def resume_programs(engines: Engines, on_progress: Callable[[str], None]) -> dict[int, EngineState]:
+def resume(engines: Engines, namespace: NotebookNamespace, ask: Ask, on_progress: Callable[[str], None]) -> Restored:
+    """Wait for programs that still run, show their output, and bind the names of the earlier notebook."""
+    namespace.most_nbytes = engines.owner.facts.data_limit_nbytes
+    return _restore_names(engines, namespace, ask, _resume_programs(engines, on_progress))
+
+
+def _resume_programs(engines: Engines, on_progress: Callable[[str], None]) -> dict[int, EngineState]:
     """Wait until every engine is idle, and show the output of the programs that the earlier notebook did not see end.
 
     Returns:
@@ -165,13 +171,13 @@ def _show_errors(errors: Mapping[int, Any], team: Team | None) -> None:
         break
 
 
-def restore_names(
+def _restore_names(
     engines: Engines, namespace: NotebookNamespace, ask: Ask, idle_states: Mapping[int, EngineState]
 ) -> Restored:
     """Bind the names of the earlier notebook, except those that this one has.
 
     Args:
-        idle_states: The result of `resume_programs`. If the earlier notebook ended while it sent a program, only some
+        idle_states: The result of `_resume_programs`. If the earlier notebook ended while it sent a program, only some
             of the engines received it, and it was ended there. Then the random states are those of the others, so that
             the program can be repeated with the same numbers.
     """

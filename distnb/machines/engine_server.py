@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from distnb.cluster.connection import Keys
 from distnb.cluster.local.open_files import raise_file_limit_of_server
 from distnb.cluster.network import interface_of
 from distnb.cluster.process_environment import import_environment
@@ -61,7 +62,8 @@ class Server:
         task_index: The index of this task in the job.
         protocol: "distnb", the only protocol; None means the same.
         start: Listen and serve at once. If False, call `start()` later.
-        secret: The secret file (mode 0600). None for the file in DISTNB_SECRET_FILE or, on loopback, the user's own.
+        secret: The secret file (mode 0600), or the keys. None for the file in DISTNB_SECRET_FILE or, on loopback, the
+            user's own.
 
     Raises:
         OptionError: The task does not exist or has no engine, or the protocol is unknown.
@@ -81,7 +83,7 @@ class Server:
         protocol: str | None = None,
         *,
         start: bool = True,
-        secret: str | os.PathLike[str] | None = None,
+        secret: str | os.PathLike[str] | Keys | None = None,
     ) -> None:
         if protocol not in (None, _PROTOCOL):
             raise OptionError(
@@ -97,7 +99,7 @@ class Server:
                 "distnb.start(on=distnb.Servers(…))."
             )
         addresses = [spec.task_address(job, index) for job in spec.jobs for index in spec.task_indices(job)]
-        keys = read_secret(secret_path(secret, addresses))
+        keys = secret if isinstance(secret, Keys) else read_secret(secret_path(secret, addresses))
         self._agents: dict[bytes, subprocess.Popen[bytes]] = {}  # by client
         self._pipes: dict[int, tuple[bytes, bytes]] = {}  # by file number: the client, and the kind of message
         self._thread: threading.Thread | None = None

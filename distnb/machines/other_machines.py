@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 
 from distnb.cluster.engine_plan import check_replicas_per_worker
-from distnb.cluster.local.processes import Processes
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError
-from distnb.machines.host_plan import HostPlan, make_plan
+from distnb.machines.host_plan import HostPlace
 from distnb.machines.hosts import HostOptions, Way
 from distnb.machines.users_code.sent_folders import read_folders
 from distnb.topology import Task
 
-__all__ = ["HostPlace", "OtherMachines", "check_count", "one_host_each"]
-
-
-@dataclass(frozen=True)
-class HostPlace:
-    """The place of engines on other machines, and the notebook's folders that are sent there."""
-
-    machines: HostOptions
-    way: Way
-    folders: tuple[str, ...]
-
-    def plan(self, options: StartOptions, processes: Processes, on_progress: Callable[[str], None]) -> HostPlan:
-        """Return the plan of the engines."""
-        return replace(make_plan(options, self.machines, self.way, processes, on_progress), folders=self.folders)
+__all__ = ["OtherMachines", "check_count", "one_host_each"]
 
 
 class OtherMachines(ABC):

@@ -19,7 +19,7 @@ from distnb.cluster.connection import Keys, read_private_file
 from distnb.cluster.worker_placement import host_of, is_loopback
 from distnb.errors import StartError
 
-__all__ = ["SECRET_VARIABLE", "keys_in_memory", "read_secret", "secret_path", "write_keys"]
+__all__ = ["SECRET_VARIABLE", "read_secret", "secret_path", "write_keys"]
 
 SECRET_VARIABLE = "DISTNB_SECRET_FILE"
 """The environment variable with the path of the secret file. The secret itself is never in a variable or argument."""
@@ -76,19 +76,7 @@ def write_keys(path: Path, keys: Keys) -> None:
     With a secret, both ends derive all keys. With key files, each end has its own secret key and both public keys.
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
-        file.write(_key_text(keys))
-
-
-def keys_in_memory(keys: Keys) -> Path:
-    """Return the path of a key file in memory, which exists until this process ends."""
-    descriptor = os.memfd_create("distnb-keys")
-    os.fchmod(descriptor, 0o600)
-    os.write(descriptor, _key_text(keys))
-    return Path(f"/proc/self/fd/{descriptor}")
-
-
-def _key_text(keys: Keys) -> bytes:
-    return _KEY_FILE + json.dumps(dataclasses.asdict(keys)).encode()
+        file.write(_KEY_FILE + json.dumps(dataclasses.asdict(keys)).encode())
 
 
 def read_secret(path: Path) -> Keys:

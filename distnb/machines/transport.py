@@ -24,7 +24,13 @@ LOST = 255
 
 
 class Transport(ABC):
-    """A way to start machine agents on other machines and to communicate with them."""
+    """A way to start machine agents on other machines and to communicate with them.
+
+    Attributes:
+        directory: The cluster's private directory, for files that the transport needs.
+    """
+
+    directory: Path
 
     def prepare(  # noqa: B027  (most transports need no preparation)
         self, hosts: Sequence[str], on_progress: Callable[[str], None]
@@ -55,8 +61,8 @@ class Transport(ABC):
         The agent's standard streams are those of the command. No argument is secret.
         """
 
-    def environment(self, directory: Path) -> Mapping[str, str]:
-        """Return the environment of one command. `directory` is a directory for the files of all commands."""
+    def environment(self) -> Mapping[str, str]:
+        """Return the environment of one command."""
         return os.environ
 
     patience_s = 90.0

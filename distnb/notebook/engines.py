@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from distnb import process_log
 from distnb.cluster.connection import Keys
-from distnb.cluster.engine_plan import PlacedEngine
-from distnb.cluster.lifecycle import EngineProcess, RunningCluster
-from distnb.cluster.local.launcher import LOST_AFTER_S
+from distnb.cluster.engine_owner import EngineOwner, EngineProcess
+from distnb.cluster.engine_plan import Placed
+from distnb.cluster.local.launcher import LOST_AFTER_S, PlacedEngine
 from distnb.cluster.local.open_files import raise_file_limit
 from distnb.errors import NoClusterError, OptionError, StartError
-from distnb.notebook.engine_owners import EngineOwner
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.programs.dispatch import Dispatch
 from distnb.notebook.programs.supervisor import Supervisor
@@ -23,7 +24,7 @@ from distnb.options import StrategySpec
 from distnb.process_log import close_log, open_log
 from distnb.runtime.this_process import this_process
 from distnb.topology import Task, Team
-from distnb.wire.channel import Peers
+from distnb.wire.channel import Peers, Switchboard
 from distnb.wire.messages import Died, SetLogLevel
 
 __all__ = ["EngineStatus", "Engines"]
@@ -65,20 +66,28 @@ class Engines:
 
     def __init__(self, owner: EngineOwner, namespace: NotebookNamespace) -> None:
         self.owner = owner
-        self.tasks: dict[int, Task] = dict(enumerate(owner.tasks))
+        facts = owner.facts
+        self.tasks: dict[int, Task] = {each.engine: each.task for each in facts.engines if each.task is not None}
         self._no_replicas = frozenset(engine for engine, task in self.tasks.items() if not task.computes)
         self._namespace = namespace
         try:
-            open_log(owner.directory, "notebook")
-            self._switchboard = owner.open_switchboard()
+            open_log(facts.directory, "notebook")
+            self._switchboard = Switchboard(
+                facts.directory,
+                server_secret=facts.keys.server_secret.encode(),
+                server_public=facts.keys.server_public.encode(),
+                client_public=facts.keys.client_public.encode(),
+                host=facts.address,
+                ports=facts.ports,
+            )
         except BaseException:
             close_log()
             owner.close()
             raise
         self.supervisor = Supervisor(self._switchboard.control, self._engine_ready)
         self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
-        self.teams = Teams(owner.store, self._no_replicas)
-        self._cluster: RunningCluster | None = None
+        self.teams = Teams(facts.store, self._no_replicas)
+        self._cluster: EngineOwner | None = None  # while this notebook has the engines
         self.lost = ""
         self._hosts: dict[str, None] = {}
         self._closed = False
@@ -86,7 +95,7 @@ class Engines:
     @property
     def keys(self) -> Keys:
         """The cluster's keys."""
-        return self.owner.keys
+        return self.owner.facts.keys
 
     def open_peers(self) -> tuple[Peers, str]:
         """Open one more channel to the engines, and return it with its address for engines of other machines."""
@@ -96,13 +105,16 @@ class Engines:
 
     def start(self, on_progress: Callable[[str], None]) -> None:
         """Start the processes, and wait until every engine is ready. If that fails, `stop` frees everything."""
-        self._cluster = self.owner.cluster(self._switchboard, self._on_exit)
-        self.owner.start(on_progress)
-        self._await(tuple(self._cluster.engines))
+        self.connect()
+        # This process imports torch while the engines import it: their replies need it.
+        import_torch = partial(importlib.import_module, "torch.distributed")
+        self.owner.start(self._switchboard.addresses, on_progress=on_progress, meanwhile=import_torch)
+        self._await(self.ids)
 
     def connect(self) -> None:
         """Listen for the engines of a detached cluster, which connect again. If that fails, `disconnect`."""
-        self._cluster = self.owner.cluster(self._switchboard, self._on_exit)
+        self.owner.on_exit = self._on_exit
+        self._cluster = self.owner
 
     def _await(self, engines: Sequence[int]) -> None:
         """Wait until engines that are connected for control can be reached for programs too."""
@@ -130,8 +142,8 @@ class Engines:
         return self._cluster is not None
 
     @property
-    def cluster(self) -> RunningCluster:
-        """The processes.
+    def cluster(self) -> EngineOwner:
+        """The owner of the processes.
 
         Raises:
             NoClusterError: They were stopped, or lost.
@@ -286,22 +298,16 @@ class Engines:
 
     def placed(self) -> list[PlacedEngine]:
         """Return every engine with its place, including engines that have ended."""
-        host = self.cluster.host
-        return [
-            PlacedEngine(engine=engine, device=process.device, host=host(engine), task=self.tasks.get(engine))
-            for engine, process in self.cluster.engines.items()
-        ]
+        return [*self.cluster.engines.values()]
 
     def notice_ends(self) -> None:
         """Wait until `left` lacks the engines that have ended. The caller holds the turn."""
         self._await_answers()
         self.cluster.notice_ends()
 
-    def place_further(
-        self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]
-    ) -> tuple[list[PlacedEngine], tuple[str, ...]]:
+    def place_further(self, there: Sequence[PlacedEngine], count: int, on_progress: Callable[[str], None]) -> Placed:
         """Return places for further engines or, with tasks, for the engines of further workers; and notices."""
-        return self.owner.place_further(there, count, on_progress)
+        return self.owner.place_further(there, count, on_progress=on_progress)
 
     def add(self, placed: Sequence[PlacedEngine], on_progress: Callable[[str], None]) -> None:
         """Start further engines, and wait until they are ready. If that fails, none of them exists. Hold the turn.
@@ -312,10 +318,8 @@ class Engines:
         engines = tuple(each.engine for each in placed)
         raise_file_limit(len({*self.ids, *engines}))  # also if a daemon starts them
         _logger.info("adding engines %s", engines)
-        devices = {each.engine: each.device for each in placed}
-        hosts = {each.engine: each.host for each in placed}
         try:
-            self.cluster.add(devices, hosts, on_progress=on_progress)
+            self.cluster.add(placed, on_progress=on_progress)
             self._await(engines)
         except BaseException:
             self.remove(engines)
@@ -363,9 +367,10 @@ class Engines:
             return
         self._closed = True
         _logger.info("disconnecting")
+        name = self.owner.facts.name
         self.lost = self.lost or (
-            f"This notebook has left the detached cluster {self.owner.name!r}. Connect again with %distnb connect "
-            f"{self.owner.name}, or start other engines with %distnb start."
+            f"This notebook has left the detached cluster {name!r}. Connect again with %distnb connect {name}, or "
+            "start other engines with %distnb start."
         )
         self._cluster = None
         self._close()

@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from distnb.cluster.engine_plan import PlacedEngine, check_resizable
+from distnb.cluster.engine_plan import check_resizable
+from distnb.cluster.local.launcher import PlacedEngine
 from distnb.errors import DistnbError, OptionError, StartError
 from distnb.notebook.engines import Engines
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
@@ -168,6 +169,7 @@ class Resizing:
 
     def _remove(self, leaving: Sequence[int], *, settled: bool) -> None:
         with self._uninterrupted():
+            self._engines.owner.leave(leaving)
             for part in self._parts:
                 part.leave(leaving, "was removed")
             self._namespace.engines_removed(leaving, settled=settled)

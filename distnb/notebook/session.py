@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from distnb import features
+from distnb.cluster.engine_owner import EngineOwner
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError
-from distnb.notebook.engine_owners import EngineOwner, LastingOwner, plan_owner
+from distnb.notebook.engine_owners import plan_owner
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
@@ -55,7 +56,7 @@ class Session:
         self.front = FrontEnd()
         self.programs: ProgramRuns
         self.namespace = NotebookNamespace(user_ns, lambda *request: self.programs.perform(*request))
-        self.namespace.stays = bool(owner.name)
+        self.namespace.stays = bool(owner.facts.name)
         self.engines = Engines(owner, self.namespace)
         self._supervisor = self.engines.supervisor
         self.events = self._supervisor.events
@@ -120,7 +121,7 @@ class Session:
             NoClusterError: There is no such cluster on this machine.
             ClusterError: Another notebook is connected.
         """
-        owner: LastingOwner = features.require("clusters that stay", "connect")(name, take=take)
+        owner: EngineOwner = features.require("clusters that stay", "connect")(name, take=take)
         session = cls(user_ns, owner)
         try:
             session.engines.connect()
@@ -128,7 +129,8 @@ class Session:
             session._begin_parts()
             follow(session)
             with session._dispatch.turn:
-                restored = owner.resume(session.engines, session.namespace, session.programs.ask, on_progress)
+                resume = features.require("clusters that stay", "resume")
+                restored = resume(session.engines, session.namespace, session.programs.ask, on_progress)
             session._serve_terminals()
             session.engines.save_names()
         except BaseException:
@@ -143,7 +145,7 @@ class Session:
     @property
     def name(self) -> str:
         """The name of a detached cluster; "" if the engines end with the notebook."""
-        return self.engines.owner.name
+        return self.engines.owner.facts.name
 
     def disconnect(self) -> None:
         """Leave the engines of a detached cluster to the next notebook. Handles here can no longer be used.

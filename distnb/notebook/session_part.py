@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distnb.notebook.engine_owners import EngineOwner
+    from distnb.cluster.engine_owner import EngineOwner
     from distnb.notebook.engines import Engines
     from distnb.notebook.front_end import FrontEnd
 

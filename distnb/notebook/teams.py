@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 
-from distnb.cluster.lifecycle import RunningCluster
+from distnb.cluster.engine_owner import EngineOwner
 from distnb.cluster.rendezvous_store import free_port
 from distnb.errors import ClusterError, OptionError
 from distnb.options import StrategySpec
@@ -45,7 +45,7 @@ class Teams:
         self._generation = 1
         self._lock = threading.Lock()  # the watcher's thread begins new generations, too
 
-    def of(self, spec: StrategySpec, cluster: RunningCluster) -> Team:
+    def of(self, spec: StrategySpec, cluster: EngineOwner) -> Team:
         """Return the team of the engines that `choose_engines` chooses for a strategy."""
         known = self._teams.get(spec)
         if known is not None and known.generation == self._generation:
@@ -66,7 +66,7 @@ class Teams:
         self._teams[spec] = team
         return team
 
-    def made_of(self, engines: Sequence[int], cluster: RunningCluster, generation: int | None = None) -> Team:
+    def made_of(self, engines: Sequence[int], cluster: EngineOwner, generation: int | None = None) -> Team:
         """Return the team of these engines, in this order, of the newest generation or a given one."""
         if generation is None:
             generation = self._generation

@@ -16,7 +16,7 @@ import select
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -28,8 +28,7 @@ from distnb.wire.messages import Hello
 from distnb.wire.unix_socket import BACKLOG, Listener, Packet, UnixSocket, pack
 
 __all__ = [
-    "CONTROL_NAME",
-    "PROGRAMS_NAME",
+    "Addresses",
     "ConnectionMonitor",
     "Link",
     "OneClientKey",
@@ -44,11 +43,8 @@ __all__ = [
 
 _logger = logging.getLogger("distnb.wire")
 
-PROGRAMS_NAME = "programs.socket"
-"""The name of the socket for programs in a cluster's private directory, if all engines are on the notebook's host."""
-
-CONTROL_NAME = "control.socket"
-"""The name of the socket for control there."""
+_PROGRAMS_NAME, _CONTROL_NAME = "programs.socket", "control.socket"
+"""The names of the sockets in a cluster's private directory, if all engines are on the notebook's host."""
 
 # As plain numbers: combining members of an enumeration costs as much as sending.
 _LARGE_NBYTES = 64 << 10
@@ -56,6 +52,19 @@ _POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
 
 
 # -- the notebook's end ------------------------------------------------------------------------------------------------
+
+
+class Addresses(NamedTuple):
+    """The addresses at which a notebook listens for its engines.
+
+    Attributes:
+        program_url, control_url: The ZeroMQ addresses. The first is "" if there is a `listener`.
+        listener: The path of the UNIX socket at which engines of the notebook's machine receive programs, or "".
+    """
+
+    program_url: str
+    control_url: str
+    listener: str = ""
 
 
 class OneClientKey:
@@ -102,17 +111,23 @@ class Switchboard:
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", OneClientKey(client_public))
-        self._keys = {"secret": server_secret, "public": server_public}
+        self._keys: dict[str, Any] = {"secret": server_secret, "public": server_public}
         self._directory, self._host = directory, host
         try:
             # The names and ports are known to engines that stay when the notebook ends.
             program_port, control_port = ports or (None, None)
-            self.programs, self.program_url = self._open(Programs, PROGRAMS_NAME, program_port)
-            at = directory / CONTROL_NAME if host is None else host
+            self.programs, self.program_url = self._open(Programs, _PROGRAMS_NAME, program_port)
+            at = directory / _CONTROL_NAME if host is None else host
             self.control, self.control_url = bind_router(self._context, at, port=control_port, **self._keys)
         except BaseException:
             self._end()
             raise
+
+    @property
+    def addresses(self) -> Addresses:
+        """The addresses at which it listens."""
+        listener = self.programs.listener
+        return Addresses(self.program_url, self.control_url, listener.path if listener is not None else "")
 
     def _open(self, kind: type[_P], name: str = "", port: int | None = None) -> tuple[_P, str]:
         if self._host is None:
@@ -136,11 +151,17 @@ class Switchboard:
 
 
 def bind_router(
-    context: zmq.Context[Any], at: str | Path, *, secret: bytes, public: bytes, port: int | None = None
+    context: zmq.Context[Any],
+    at: str | Path,
+    *,
+    secret: bytes,
+    public: bytes,
+    port: int | None = None,
+    most_waiting: int = 0,
 ) -> tuple[zmq.Socket[bytes], str]:
     """Bind a ROUTER with these CURVE keys to a host, or to the path of a UNIX socket. Return it and its address.
 
-    Without a `port`, a free one of the host is used.
+    Without a `port`, a free one of the host is used. `most_waiting` limits the messages that wait; 0 means no limit.
 
     Raises:
         StartError: This process cannot listen there.
@@ -149,7 +170,7 @@ def bind_router(
     socket.curve_secretkey, socket.curve_publickey = secret, public
     socket.curve_server = True
     # By default a ROUTER drops messages silently, beyond the high-water mark and to unknown peers.
-    socket.sndhwm = socket.rcvhwm = 0
+    socket.sndhwm = socket.rcvhwm = most_waiting
     socket.router_mandatory = True
     socket.router_handover = True
     socket.backlog = BACKLOG  # ZeroMQ's own is 100, and refused connections are tried again much later

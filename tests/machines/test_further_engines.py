@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from distnb.cluster import engine_plan
-from distnb.cluster.engine_plan import EnginePlan, PlacedEngine
+from distnb.cluster.engine_plan import EnginePlan
 from distnb.cluster.local.capacity import Capacity
+from distnb.cluster.local.launcher import PlacedEngine
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import StartError
@@ -62,8 +63,7 @@ def plan(
 ) -> EnginePlan:
     hosts = tuple(dict.fromkeys(each.host for each in there))
     words: dict[str, Any] = {
-        "devices": tuple(each.device for each in there),
-        "tasks": tuple(each.task for each in there if each.task is not None),
+        "engines": tuple(there),
         "options": StartOptions(**(given or {})),
     }
     if transport is None:
@@ -71,7 +71,7 @@ def plan(
     words["machines"] = HostOptions(hosts=hosts, **machines)
     processes = Processes()
     processes.close()
-    return HostPlan(hosts=tuple(each.host for each in there), links=MachineLinks(transport, processes), **words)
+    return HostPlan(links=MachineLinks(transport, processes), **words)
 
 
 @pytest.fixture

@@ -21,8 +21,9 @@ import pytest
 import distnb
 from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.engine_plan import ThisMachinePlace, place_of
+from distnb.cluster.heartbeat_listener import HeartbeatListener
 from distnb.cluster.local.capacity import Capacity
-from distnb.cluster.local.launcher import EngineOrder
+from distnb.cluster.local.launcher import EngineOrder, PlacedEngine
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.network import address_towards, interface_of, listening_address
 from distnb.cluster.process_environment import without_task_variables
@@ -33,7 +34,7 @@ from distnb.errors import OptionError, StartError
 from distnb.machines.agents.heartbeat import heartbeat
 from distnb.machines.agents.machine_launcher import Hosts, MachineLinks
 from distnb.machines.agents.machine_messages import Assignment, decode_order, decode_report, encode_order, encode_report
-from distnb.machines.host_plan import make_plan
+from distnb.machines.host_plan import HostPlace
 from distnb.machines.hosts import HostOptions, Way
 from distnb.machines.other_machines import OtherMachines
 from distnb.machines.start_line import read_options
@@ -46,7 +47,6 @@ from distnb.machines.transports.ssh import SSH, SSHTransport
 from distnb.magics.commands import COMMANDS
 from distnb.options import nbytes_of
 from distnb.topology import Device, Team
-from distnb.wire.channel import Switchboard
 
 WORKERS = SimpleClusterResolver({"worker": ["a:1", "a:2", "b:1"]}, num_accelerators={"GPU": 2})
 CONNECTION = Connection(
@@ -137,11 +137,11 @@ def test_an_allocation_names_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_srun_does_not_inherit_the_variables_of_the_notebooks_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("JOB_ID", "NTASKS", "CPU_BIND", "PROCID", "CONF"):
         monkeypatch.setenv(f"SLURM_{name}", "1")
-    names = {name for name in SrunTransport().environment(tmp_path) if name.startswith("SLURM_")}
+    names = {name for name in SrunTransport().environment() if name.startswith("SLURM_")}
     assert names == {"SLURM_JOB_ID", "SLURM_CONF"}
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("TF_CONFIG", "{}")
@@ -170,10 +170,11 @@ def test_engines_are_distributed_over_machines(processes: Processes, monkeypatch
 
     def engines(devices: str | None = None, **words: Any) -> dict[str, int]:
         machines = HostOptions(hosts=("a", "b"), **words)
-        plan = make_plan(StartOptions(devices=devices), machines, Way(SSHTransport), processes)
+        place = HostPlace(machines, Way(SSHTransport))
+        plan = place.plan(StartOptions(devices=devices), processes, lambda text: None)
         notices[:] = plan.notices
         assert plan.packages == {"a": {"numpy": "2.1"}, "b": {}}
-        return dict(Counter(plan.hosts))
+        return dict(Counter(each.host for each in plan.engines))
 
     assert engines() == {"a": 4, "b": 2}
     assert engines(without_gpus={"a": 1, "b": 1}) == {"a": 4, "b": 1}
@@ -288,7 +289,7 @@ def test_the_ray_cluster_of_the_notebook_is_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_notebook_listens_on_the_address_of_its_launcher() -> None:
-    assert ThisMachinePlace().plan(StartOptions(n=2)).address == "127.0.0.1"
+    assert ThisMachinePlace().plan(StartOptions(n=2)).address == ""
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert interface_of("127.0.0.7") == "lo"
     assert listening_address(["127.0.0.1"], None) == "127.0.0.1"
@@ -314,19 +315,13 @@ def test_messages_are_lines_among_others() -> None:
 
 def test_the_heartbeat_detects_the_end_of_the_notebook() -> None:
     keys, others = make_keys(), make_keys()
-    switchboard = Switchboard(
-        Path("/nowhere"),
-        server_secret=keys.server_secret.encode(),
-        server_public=keys.server_public.encode(),
-        client_public=keys.client_public.encode(),
-        host="127.0.0.1",
-    )
+    listener = HeartbeatListener("127.0.0.1", keys)
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def connection(client: Keys) -> Connection:
         return dataclasses.replace(
             CONNECTION,
-            control_url=switchboard.control_url,
+            heartbeat_url=listener.url,
             server_public=keys.server_public,
             client_public=client.client_public,
             client_secret=client.client_secret,
@@ -339,10 +334,10 @@ def test_the_heartbeat_detects_the_end_of_the_notebook() -> None:
             pass
         assert lost.empty()
         with heartbeat(connection(keys), lost.put):
-            switchboard.close()
+            listener.close()
             assert "was lost" in lost.get(timeout=60)
     finally:
-        switchboard.close()
+        listener.close()
 
 
 class _Shell(Transport):
@@ -382,7 +377,8 @@ def launch(program: str, processes: Processes, log: Path) -> tuple[Hosts, dict[i
     ends: queue.SimpleQueue[tuple[int, str, bool]] = queue.SimpleQueue()
     links = MachineLinks(_Shell(), processes)
     links.open([program])
-    launcher = Hosts((program, program), CONNECTION, "10.0.0.1", links)
+    engines = [PlacedEngine(engine, Device("cpu"), program) for engine in range(2)]
+    launcher = Hosts(engines, CONNECTION, "10.0.0.1", links)
     orders = [
         EngineOrder(engine=each, device=Device("cpu"), log=log / f"log-{each}", agent="agent") for each in range(2)
     ]
@@ -444,7 +440,7 @@ def test_an_agent_gets_the_cluster_before_its_orders(processes: Processes, tmp_p
     assert Assignment.decode(given).connection == dataclasses.replace(CONNECTION, notebook_pid=0, controller=False)
     assert json.loads((tmp_path / "launch").read_text()) == ["launch", [[0, "cpu:0"], [1, "cpu:0"]], 2]
     assert (tmp_path / "log-1").read_text() == "a line\n"
-    launcher.close()
+    launcher._links.close()
 
 
 def test_machines_that_cannot_be_used_are_one_error(processes: Processes) -> None:

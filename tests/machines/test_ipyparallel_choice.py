@@ -104,7 +104,7 @@ def planned(
 
 
 def devices_of(plan: HostPlan) -> list[str]:
-    return [str(device) for device in plan.devices]
+    return [str(each.device) for each in plan.engines]
 
 
 TWO = ("GPU-1", "GPU-2")
@@ -127,7 +127,7 @@ def test_a_batch_system_gives_each_engine_gpus_of_its_own(monkeypatch: pytest.Mo
     # Under Slurm, each of them is GPU 0 in its own job.
     with planned(monkeypatch, {0: ("a", ("GPU-1",)), 1: ("a", ("GPU-2",))}) as (plan, _):
         assert devices_of(plan) == ["cuda:0", "cuda:0"]
-        assert [plan.links.transport.machine(host) for host in plan.hosts] == ["a", "a (2)"]
+        assert [plan.links.transport.machine(each.host) for each in plan.engines] == ["a", "a (2)"]
     unclear = pytest.raises(StartError, match="engines 0 and 1 on a have GPUs in common, but see different lists: engi")
     with unclear, planned(monkeypatch, {0: ("a", TWO), 1: ("a", ("GPU-2",))}):
         pass
@@ -171,7 +171,7 @@ def test_a_replacement_on_the_cpu_may_be_anywhere(monkeypatch: pytest.MonkeyPatc
 
 def test_a_cluster_of_this_machine_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     with planned(monkeypatch, {0: ("", ())}) as (plan, simulated):
-        assert plan.links.transport._lease.address == "127.0.0.1"
+        assert plan.links.transport._lease[0] == "127.0.0.1"
         simulated.end(0)
         simulated.engines[1] = ("a", ())
         with pytest.raises(StartError, match=r"engine 1 is on another machine \(a\), but this cluster listens on loop"):

@@ -13,7 +13,7 @@ import torch
 import distnb
 from distnb.coordinator import ClusterCoordinator, RemoteValue
 from distnb.errors import ClosureCancelled, NoClusterError, OptionError, ServerLost
-from distnb.notebook import engine_owners
+from distnb.notebook import engines as session_engines
 from distnb.notebook.compose import current, require
 from distnb.servers.server_messages import Create, Describe
 from tests.servers.test_coordinator import while_waiting
@@ -184,9 +184,9 @@ def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> 
 
 
 def test_closures_reach_workers_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = engine_owners.Switchboard
+    make = session_engines.Switchboard
     monkeypatch.setattr(
-        engine_owners, "Switchboard", lambda path, **given: make(path, **{**given, "host": "127.0.0.1"})
+        session_engines, "Switchboard", lambda path, **given: make(path, **{**given, "host": "127.0.0.1"})
     )
     distnb.start(workers=2, ps=1)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import distnb
-from distnb.cluster.engine_plan import ThisMachinePlace
+from distnb.cluster.engine_plan import EnginePlan, ThisMachinePlace
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
@@ -125,18 +125,22 @@ def planned(
         processes.close()
 
 
+def devices_of(plan: EnginePlan) -> list[str]:
+    return [str(each.device) for each in plan.engines]
+
+
 def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.touch(0o600)
     secret.write_text("s" * 40)
     on = Servers(SimpleClusterResolver(CLUSTER), secret=secret)
     plan = planned(monkeypatch, on, gpus=2)
-    assert [*map(str, plan.devices)] == ["cuda:0", "cuda:1", "cpu:0"]  # a:1 and a:2 are one machine
-    assert (plan.tasks, plan.hosts) == ((W0, W1, PS0), ("a:1", "a:2", "b:1"))
-    assert [*map(str, planned(monkeypatch, on, gpus=0).devices)] == ["cpu:0", "cpu:1", "cpu:0"]
+    assert devices_of(plan) == ["cuda:0", "cuda:1", "cpu:0"]  # a:1 and a:2 are one machine
+    assert [(each.task, each.host) for each in plan.engines] == [(W0, "a:1"), (W1, "a:2"), (PS0, "b:1")]
+    assert devices_of(planned(monkeypatch, on, gpus=0)) == ["cpu:0", "cpu:1", "cpu:0"]
     with pytest.raises(StartError, match="a: 2 engines were asked for but this machine has 1 GPU"):
         planned(monkeypatch, on, gpus=1)
-    assert [*map(str, planned(monkeypatch, on, gpus=1, devices="cpu:0,cpu:1").devices)] == [
+    assert devices_of(planned(monkeypatch, on, gpus=1, devices="cpu:0,cpu:1")) == [
         "cpu:0",
         "cpu:1",
         "cpu:0",
@@ -151,9 +155,8 @@ def test_workers_may_have_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_
     found = hosts_of(MPI("a,b"), **asked)
     assert found == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", PS0: "a"}, replicas=2)
     plan = planned(monkeypatch, MPI("a,b"), gpus=2, **asked)
-    assert plan.tasks == (W0, W0, W1, W1, PS0)
-    assert plan.hosts == ("a", "a", "b", "b", "a")
-    assert [*map(str, plan.devices)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cpu:0"]
+    assert [(each.task, each.host) for each in plan.engines] == [(W0, "a"), (W0, "a"), (W1, "b"), (W1, "b"), (PS0, "a")]
+    assert devices_of(plan) == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cpu:0"]
     counted = SimpleClusterResolver(CLUSTER, num_accelerators={"GPU": 4})
     for given, replicas in (None, 4), (1, 1):
         assert hosts_of(SSH(counted), replicas_per_worker=given).replicas == replicas
@@ -162,8 +165,8 @@ def test_workers_may_have_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_tasks_of_this_machine_are_found() -> None:
     plan = ThisMachinePlace().plan(StartOptions(devices="cpu:4,cpu:7", oversubscribe=True, workers=2, ps=2))
-    assert [*map(str, plan.devices)] == ["cpu:4", "cpu:7", "cpu:0", "cpu:0"]
-    assert plan.tasks == (W0, W1, PS0, PS1)
+    assert devices_of(plan) == ["cpu:4", "cpu:7", "cpu:0", "cpu:0"]
+    assert [each.task for each in plan.engines] == [W0, W1, PS0, PS1]
 
 
 def test_servers_on_loopback_share_a_secret_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

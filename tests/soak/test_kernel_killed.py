@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import processes
 from tests.support.kernel import Notebook
+from tests.support.trained_model import FOUND, MODEL, STEP
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200), pytest.mark.soak]
 
@@ -81,31 +82,13 @@ def test_a_kernel_may_be_killed_at_any_moment() -> None:
     processes.wait_until(lambda: not processes.children_of_this_run(), 15.0, "processes are left")
 
 
-MODEL = """%%distribute mirrored
-import torch
-with strategy.scope():
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-history = []
-def step():
-    optimizer.zero_grad()
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-"""
-STEP = """%%distribute mirrored
-strategy.run(step)
-history.append(strategy.num_replicas_in_sync)
-strategy.assert_in_sync(model)
-"""
-
-
 @pytest.mark.parametrize("change", ["%distnb resize 3", "%distnb restart --missing"])
 def test_a_kernel_may_be_killed_while_engines_start(change: str) -> None:
     def prepare() -> None:
         notebook.run("import distnb.notebook.compose\nrows = distnb.notebook.compose.require().status()")
         if notebook.value("len(rows)") == 3:
             notebook.run("%distnb resize 2")
-        steps.append(notebook.value("(model.weight.numpy().tolist(), len(history))"))
+        steps.append(notebook.value(FOUND))
         if "restart" in change:
             os.kill(notebook.value("rows[1].pid"), signal.SIGKILL)
 
@@ -128,7 +111,7 @@ def test_a_kernel_may_be_killed_while_engines_start(change: str) -> None:
             os.kill(notebook.pid, signal.SIGKILL)
         with Notebook() as notebook:
             notebook.run("%distnb connect soak", timeout_s=120)
-            assert notebook.value("(model.weight.numpy().tolist(), len(history))") == steps[-1]
+            assert notebook.value(FOUND) == steps[-1]
             if "restart" in change:
                 notebook.run(change, timeout_s=120)
             notebook.run(STEP)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import socket
 import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from distnb.cluster.connection import Connection, make_keys
 from distnb.cluster.devices import plan_devices
+from distnb.cluster.engine_owner import OnExit
+from distnb.cluster.engine_plan import EnginePlan
 from distnb.cluster.lifecycle import Cluster
+from distnb.cluster.local.launcher import PlacedEngine
+from distnb.cluster.local.processes import Processes
+from distnb.wire.channel import Addresses
 
 AGENT = "tests.support.plain_agent"
 _clusters: dict[str, Cluster] = {}
@@ -35,17 +38,15 @@ def _listener() -> str:
     return name
 
 
-def make_cluster(n: int, **options: Any) -> Cluster:
-    keys, name = make_keys(), str(len(_clusters))
-    connection = Connection(
-        program_url=f"unix://{_listener()}/{name}",  # for the plain agent only
-        control_url="tcp://127.0.0.1:1",
-        server_public=keys.server_public,
-        client_public=keys.client_public,
-        client_secret=keys.client_secret,
-        notebook_pid=os.getpid(),
-    )
-    cluster = _clusters[name] = Cluster(plan_devices(n, gpus=0), connection, **{"agent": AGENT, **options})
+def make_cluster(n: int, *, agent: str = AGENT, on_exit: OnExit = lambda engine, pid, status: None) -> Any:
+    """Return a cluster that `start` starts without an address."""
+    devices = plan_devices(n, gpus=0)
+    plan = EnginePlan(tuple(PlacedEngine(engine, device) for engine, device in enumerate(devices)))
+    name = str(len(_clusters))
+    cluster = _clusters[name] = Cluster(plan, Processes(), agent=agent)
+    cluster.on_exit = on_exit
+    addresses = Addresses(f"unix://{_listener()}/{name}", "tcp://127.0.0.1:1")  # for the plain agent only
+    cluster.start = functools.partial(cluster.start, addresses)  # type: ignore[method-assign]
     return cluster
 
 

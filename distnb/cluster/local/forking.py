@@ -18,19 +18,18 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 
 from distnb.cluster import tpu_chips
 from distnb.cluster.local.guardian import end_descriptor
-from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher
+from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher, PlacedEngine
 from distnb.cluster.local.loopback import require_loopback
 from distnb.cluster.local.orphans import adopting_orphans
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.process_environment import DEVICE_VARIABLE, ENGINE_VARIABLE, PYTHON_MODULE, engines_environment
-from distnb.topology import Device
 
 __all__ = ["ThisMachine"]
 
@@ -42,38 +41,41 @@ class ThisMachine(Launcher):
     """The launcher of engines on the machine of this process, forked from one process.
 
     Args:
-        devices: The devices of the engines from 0 on.
+        engines: The engines that the first launch may start.
         network: The variables from `network_environment`, for a cluster of several machines. By default, the engines
             communicate through the loopback interface.
-
-    Attributes:
-        sharing: The number of processes that share the machine; None for the number of engines here.
     """
 
     has_controller = True
     patience_s = 2.0
 
-    def __init__(self, devices: Sequence[Device] = (), network: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._devices = dict(enumerate(devices))
+    def __init__(self, engines: Iterable[PlacedEngine] = (), network: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__(engines)
         self._network = network
-        self.sharing: int | None = None
         self._for_chips: dict[str, str] | None = None
 
     def launch(
-        self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
+        self,
+        orders: Sequence[EngineOrder],
+        processes: Processes,
+        launched: Launched,
+        ended: EngineEnded,
+        *,
+        sharing: int | None = None,
     ) -> None:
         """Start the template. If the calling thread ends before the engines are forked, the template ends, too.
+
+        `sharing` is the number of processes that share the machine; None for the number of this launcher's engines.
 
         Raises:
             StartError: The engines could not communicate with each other.
         """
         if not self._network:
             require_loopback()
-        devices = tuple(self._devices.values())
+        devices = tuple(each.device for each in self.places.values())
         if self._for_chips is None:
             self._for_chips = tpu_chips.launch_environment(devices)
-        sharing = self.sharing or len(devices)
-        shared = engines_environment(sharing, processes.directory, agent=orders[0].agent)
+        shared = engines_environment(sharing or len(devices), processes.directory, agent=orders[0].agent)
         assignments = [
             {
                 "log": str(order.log),
@@ -119,14 +121,6 @@ class ThisMachine(Launcher):
                 processes.signal([template], signal.SIGKILL)
 
         threading.Thread(target=adopt, name="distnb-forking", daemon=True).start()
-
-    def add(self, engine: int, device: Device, host: str) -> None:
-        """Add an engine on this machine."""
-        self._devices[engine] = device
-
-    def remove(self, engine: int) -> None:
-        """Remove an engine."""
-        del self._devices[engine]
 
 
 def _adopt(

@@ -12,26 +12,39 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from distnb.cluster.local.guardian import end_descriptor
 
-__all__ = ["adopt_orphans", "adopting_orphans", "die_with", "end_group", "is_ending", "request_signal_at_parent_end"]
+__all__ = [
+    "adopt_orphans",
+    "adopting_orphans",
+    "at_end_of",
+    "die_with",
+    "end_group",
+    "is_ending",
+    "request_signal_at_parent_end",
+]
 
 
-def die_with(pid: int) -> None:
-    """Start a thread that ends this process and the process group that it leads when another process ends."""
+def at_end_of(pid: int, handle: Callable[[], object]) -> None:
+    """Start a thread that calls a function when another process ends."""
 
     def wait() -> None:
         with suppress(ProcessLookupError):
             poller = select.poll()  # a process with many open files may get a descriptor that `select` cannot wait for
             poller.register(end_descriptor(pid), select.POLLIN)
             poller.poll()
-        os.killpg(os.getpgid(0), signal.SIGKILL)
+        handle()
 
     threading.Thread(target=wait, name=f"distnb-watch-{pid}", daemon=True).start()
+
+
+def die_with(pid: int) -> None:
+    """Start a thread that ends this process and the process group that it leads when another process ends."""
+    at_end_of(pid, lambda: os.killpg(os.getpgid(0), signal.SIGKILL))
 
 
 _SIGNAL_AT_END_OF_PARENT, _SET_ADOPTS, _GET_ADOPTS = 1, 36, 37  # prctl(2): PDEATHSIG, CHILD_SUBREAPER

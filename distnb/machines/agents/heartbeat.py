@@ -1,9 +1,9 @@
 """The connection by which a machine with engines detects the loss of the notebook's machine.
 
-The connection belongs to a process that never computes. Its other end is the notebook's control channel, or a socket
-of a detached cluster's daemon, so it is authenticated and encrypted. No messages are sent on it. The kernel's
-keep-alive probes detect that the other machine can no longer be reached. The other machine's kernel answers them, so a
-busy or suspended notebook is not mistaken for a lost one.
+The connection belongs to a process that never computes. Its other end is a `HeartbeatListener` of the notebook or of a
+detached cluster's daemon, so it is authenticated and encrypted. No messages are sent on it. The kernel's keep-alive
+probes detect that the other machine can no longer be reached. The other machine's kernel answers them, so a busy or
+suspended notebook is not mistaken for a lost one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def heartbeat(connection: Connection, on_lost: Callable[[str], None]) -> Iterato
     Raises:
         StartError: On entering, if the notebook cannot be reached.
     """
-    url = connection.heartbeat_url or connection.control_url
+    url = connection.heartbeat_url
     closing = threading.Event()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.curve_serverkey = connection.server_public.encode()

@@ -24,7 +24,6 @@ import logging
 import os
 import platform
 import queue
-import select
 import signal
 import sys
 import threading
@@ -42,9 +41,9 @@ from distnb.cluster.connection import Connection
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.local.capacity import this_machine
 from distnb.cluster.local.forking import ThisMachine
-from distnb.cluster.local.guardian import end_descriptor
-from distnb.cluster.local.launcher import EngineOrder
+from distnb.cluster.local.launcher import LOST_AFTER_S, EngineOrder, PlacedEngine
 from distnb.cluster.local.open_files import raise_file_limit
+from distnb.cluster.local.orphans import at_end_of
 from distnb.cluster.local.processes import Processes, describe_status
 from distnb.cluster.network import address_towards, interface_of
 from distnb.cluster.package_versions import installed_packages
@@ -61,7 +60,6 @@ __all__ = ["facts", "main"]
 _logger = logging.getLogger("distnb.cluster.machine_agent")
 
 _BEAT_S = 1.0
-_PLANNED_S = 300.0  # in which the notebook plans its cluster: a transport may not notice its end before (a killed srun)
 _CHUNK = 1 << 16
 _MOST_WAITING = 100  # reports that the notebook has not read: more output is read later
 _PAUSE_S = 0.1
@@ -185,9 +183,7 @@ class _MachineAgent:
             case "launch", engines, sharing:
                 self._launch(dict(engines), sharing)
             case "end", engines:
-                threading.Thread(target=self._end, args=(engines, self._processes.end), daemon=True).start()
-            case "kill", engines:
-                threading.Thread(target=self._end, args=(engines, self._processes.kill), daemon=True).start()
+                threading.Thread(target=self._end, args=(engines,), daemon=True).start()
 
     def _launch(self, devices: dict[int, str], sharing: int) -> None:
         """Start engines. The template is bound to this thread, which lives as long as this process."""
@@ -197,13 +193,12 @@ class _MachineAgent:
             device = parse_device(name)
             path = self._processes.directory / "log" / f"engine-{engine}.pipe"
             self._outputs[engine] = _Output(engine, path, self._processes, self._reports)
-            self._launcher.add(engine, device, "")
+            self._launcher.places[engine] = PlacedEngine(engine, device)
             orders.append(EngineOrder(engine=engine, device=device, log=path, agent=self._assignment.agent))
-        self._launcher.sharing = sharing
         try:
             raise_file_limit(sharing)
             with self._processes.changed:
-                self._launcher.launch(orders, self._processes, self._launched, self._ended)
+                self._launcher.launch(orders, self._processes, self._launched, self._ended, sharing=sharing)
         except (OSError, DistnbError) as error:
             for engine in devices:
                 self._reports.send("output", engine, f"{error}\n")
@@ -228,12 +223,12 @@ class _MachineAgent:
 
         self._processes.loop.call_soon_threadsafe(report)
 
-    def _end(self, engines: Sequence[int], by: Any) -> None:
+    def _end(self, engines: Sequence[int]) -> None:
         with self._processes.changed:  # no engine gets a new process meanwhile
             pids = [*{self._pids[engine] for engine in engines if engine in self._pids}]
             self._processes.expect(pids)
         try:
-            by(pids)
+            self._processes.end(pids)
         except DistnbError as error:
             for engine in engines:
                 self._reports.send("output", engine, f"{error}\n")
@@ -276,12 +271,6 @@ def _read_orders(events: queue.SimpleQueue[Any]) -> None:
     events.put(_End("the notebook ended, or its connection was lost; its engines here are ended."))
 
 
-def _await_end_of(process: int, events: queue.SimpleQueue[Any]) -> None:
-    with suppress(ProcessLookupError):
-        select.select([end_descriptor(process)], [], [])
-    events.put(_End())
-
-
 def _beat(reports: _Reports) -> None:
     while True:
         reports.send("beat")
@@ -293,7 +282,8 @@ def _serve(events: queue.SimpleQueue[Any], reports: _Reports) -> _End:
     agent: _MachineAgent | None = None
     end = _End()
     try:
-        event = events.get(timeout=_PLANNED_S)
+        while (event := events.get(timeout=LOST_AFTER_S)) == ["wait"]:
+            pass
         while not isinstance(event, _End):
             if agent is None:
                 agent = _MachineAgent(Assignment.decode(event[1]), reports, events)
@@ -301,8 +291,8 @@ def _serve(events: queue.SimpleQueue[Any], reports: _Reports) -> _End:
                 agent.follow(event)
             event = events.get()
         end = event
-    except queue.Empty:
-        end = _End(f"no cluster was begun here within {_PLANNED_S:.0f} s.")
+    except queue.Empty:  # a transport may not notice the notebook's end: Slurm keeps the step of a killed srun
+        end = _End("the notebook, which was planning its cluster, ended or cannot be reached.")
     except StartError as error:
         end = _End(str(error), "exited with code 1")
     finally:
@@ -334,7 +324,7 @@ def main(server: str = "") -> int:
     for target in (partial(_read_orders, events), partial(_beat, reports)):
         threading.Thread(target=target, daemon=True).start()
     if server:
-        threading.Thread(target=_await_end_of, args=(int(server), events), daemon=True).start()
+        at_end_of(int(server), lambda: events.put(_End()))
     return int(bool(_serve(events, reports).words))
 
 

@@ -9,18 +9,15 @@ from contextlib import suppress
 from functools import partial
 
 from distnb.cluster.connection import Connection
-from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher
+from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher, PlacedEngine
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.process_environment import forwarded_environment, hash_seed
 from distnb.errors import ClusterError, StartError
 from distnb.machines.agents.machine_link import MachineLink
 from distnb.machines.agents.machine_messages import Assignment
 from distnb.machines.transport import Found, Transport
-from distnb.topology import Device
 
 __all__ = ["Hosts", "MachineLinks"]
-
-_KILL_S = 5.0
 
 
 class MachineLinks:
@@ -33,6 +30,7 @@ class MachineLinks:
 
     def __init__(self, transport: Transport, processes: Processes) -> None:
         self.transport = transport
+        transport.directory = processes.directory
         self._processes = processes
         self._links: dict[str, MachineLink] = {}
 
@@ -105,17 +103,19 @@ class Hosts(Launcher):
     """The launcher of engines on other machines.
 
     Args:
-        hosts: The machine of each engine, by the transport's names.
+        engines: The engines of the start.
         connection: The information that the engines need to reach the notebook.
         address: The address at which the notebook listens for the engines.
         links: The agents of the machines.
     """
 
     has_controller = False
-    patience_s = 10.0
+    patience_s = 15.0  # an agent ends an engine within half of it
 
-    def __init__(self, hosts: Sequence[str], connection: Connection, address: str, links: MachineLinks) -> None:
-        self._hosts = dict(enumerate(hosts))
+    def __init__(
+        self, engines: Iterable[PlacedEngine], connection: Connection, address: str, links: MachineLinks
+    ) -> None:
+        super().__init__(engines)
         # The notebook's pid is meaningless on other machines, and they cannot reach ipyparallel's controller.
         self._connection = dataclasses.replace(connection, notebook_pid=0, controller=False)
         self._address = address
@@ -123,7 +123,7 @@ class Hosts(Launcher):
 
     def prepare(self, engines: Sequence[int], on_progress: Callable[[str], None]) -> None:
         """Prepare the machines of these engines, and connect to those that were lost."""
-        hosts = list(dict.fromkeys(self._hosts[engine] for engine in engines))
+        hosts = list(dict.fromkeys(self.places[engine].host for engine in engines))
         self._links.transport.prepare(hosts, on_progress)
         self._links.open(hosts, on_progress)
 
@@ -132,7 +132,7 @@ class Hosts(Launcher):
     ) -> None:
         """Order the engines of each machine from its agent."""
         machine = self._links.transport.machine
-        machines = [*map(machine, self._hosts.values())]
+        machines = [machine(each.host) for each in self.places.values()]
         assignment = Assignment(
             connection=self._connection,
             notebook=self._address,
@@ -140,8 +140,8 @@ class Hosts(Launcher):
             hash_seed=hash_seed(),
             variables=forwarded_environment(),
         )
-        for host in dict.fromkeys(self._hosts[order.engine] for order in orders):
-            theirs = [order for order in orders if self._hosts[order.engine] == host]
+        for host in dict.fromkeys(self.places[order.engine].host for order in orders):
+            theirs = [order for order in orders if self.places[order.engine].host == host]
             link = self._links[host]
             for order in theirs:
                 launched(order.engine, link.pid)
@@ -152,14 +152,10 @@ class Hosts(Launcher):
                 {order.engine: (order.log, partial(ended, order.engine, link.pid)) for order in theirs},
             )
 
-    def add(self, engine: int, device: Device, host: str) -> None:
-        """Add an engine on a machine."""
-        self._hosts[engine] = host
-
     def remove(self, engine: int) -> None:
         """Remove an engine. The last one of a host releases the host."""
-        host = self._hosts.pop(engine)
-        if host not in self._hosts.values():
+        host = self.places.pop(engine).host
+        if all(each.host != host for each in self.places.values()):
             self._links.release(host)
 
     def expect_end(self, pids: Mapping[int, int], processes: Processes) -> None:
@@ -174,30 +170,21 @@ class Hosts(Launcher):
         def running() -> list[int]:
             return [engine for link, engines in asked for engine in link.running(engines)]
 
-        def wait(timeout_s: float) -> None:
-            with processes.changed:
-                processes.changed.wait_for(lambda: not running(), timeout_s)
-
-        try:
-            for link, engines in asked:
-                link.end(engines)
-            wait(self.patience_s)
-        finally:
-            for link, engines in asked:
-                if left := link.running(engines):
-                    link.kill(left)
-            wait(_KILL_S)
+        for link, engines in asked:
+            link.end(engines)
+        with processes.changed:
+            processes.changed.wait_for(lambda: not running(), self.patience_s)
         if stuck := running():
             engine = min(stuck)
             raise ClusterError(
-                f"Engine {engine} on {self._hosts[engine]} did not end, not even by SIGKILL: it hangs in the operating "
-                "system of that machine (a driver, a network disk). Check these, or restart the machine."
+                f"Engine {engine} on {self.places[engine].host} did not end, not even by SIGKILL: it hangs in the "
+                "operating system of that machine (a driver, a network disk). Check these, or restart the machine."
             )
 
     def _by_link(self, engines: Iterable[int]) -> list[tuple[MachineLink, list[int]]]:
         by_host: dict[str, list[int]] = {}
         for engine in engines:
-            by_host.setdefault(self._hosts[engine], []).append(engine)
+            by_host.setdefault(self.places[engine].host, []).append(engine)
         found = []
         for host, its in by_host.items():
             with suppress(KeyError):  # it was never connected
@@ -207,11 +194,3 @@ class Hosts(Launcher):
     def notice_ends(self, pids: Mapping[int, int], processes: Processes) -> None:
         """Wait until the ends of processes here are handled. Other machines report theirs themselves."""
         processes.notice(set(pids.values()))
-
-    def close(self) -> None:
-        """End the agents."""
-        self._links.close()
-
-    def host(self, engine: int) -> str:
-        """Return the machine's name from the start; "" if the engine was removed."""
-        return self._hosts.get(engine, "")

@@ -38,6 +38,7 @@ _logger = logging.getLogger("distnb.machines")
 
 _OUTPUT_CHARS = 2000
 _CHUNK = 1 << 16
+_WAIT_S = 3.0
 _SIGNALLED = range(129, 128 + signal.NSIG)  # exit statuses for ends by a signal, the form that ssh and srun pass on
 
 Ended = Callable[[str, bool], None]
@@ -82,7 +83,7 @@ class MachineLink:
                     transport.command(host),
                     self._process_ended,
                     asked=True,
-                    env={**transport.environment(processes.directory), **import_environment()},
+                    env={**transport.environment(), **import_environment()},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -130,10 +131,6 @@ class MachineLink:
         """Ask the agent to end engines."""
         self._send("end", [*engines])
 
-    def kill(self, engines: Sequence[int]) -> None:
-        """Ask the agent to kill engines."""
-        self._send("kill", [*engines])
-
     def running(self, engines: Sequence[int]) -> list[int]:
         """Return those among these engines that have not ended."""
         return [engine for engine in engines if engine in self._engines]
@@ -155,6 +152,13 @@ class MachineLink:
     def _begin_reading(self) -> None:
         if self.is_open:
             self._processes.loop.add_reader(self._stdout, self._receive)
+            self._processes.loop.call_later(_WAIT_S, self._ask_to_wait)
+
+    def _ask_to_wait(self) -> None:
+        """Keep the agent until its cluster begins, since it may not learn of the end of this process."""
+        if self.is_open and not self._begun:
+            self._send("wait")
+            self._processes.loop.call_later(_WAIT_S, self._ask_to_wait)
 
     def _receive(self) -> bool:
         """Read and handle the available lines. Return whether there may be more."""

@@ -3,10 +3,10 @@
 Each line is a JSON list, whose first element names the message. The agent's have a prefix, since the programs on the
 way may print, too:
 
-    orders    ["begin", ASSIGNMENT]          the cluster, before anything else
+    orders    ["wait"]                       the cluster is still planned, again and again before anything else
+              ["begin", ASSIGNMENT]          the cluster
               ["launch", [[3, "cuda:0"]], 8] start engines; 8 processes share the machine
               ["end", [3]]                   end engines: SIGTERM, then SIGKILL
-              ["kill", [3]]                  end engines by SIGKILL
               ["close"]                      end everything
 
     reports   distnb ["facts", FACTS]        the machine, as soon as the agent runs

@@ -27,10 +27,8 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import zmq
-
-from distnb.cluster.connection import make_keys
-from distnb.cluster.local.run_directory import RunDirectory
+from distnb.cluster.connection import Keys, make_keys
+from distnb.cluster.heartbeat_listener import HeartbeatListener
 from distnb.cluster.network import listening_address
 from distnb.cluster.process_environment import PYTHON_MODULE
 from distnb.cluster.start_options import StartOptions
@@ -153,9 +151,8 @@ class IPythonParallelTransport(Transport):
         self._hosts = tuple(hosts)
         self._options = options
         self._keys = make_keys()
-        self._directory = RunDirectory()
         self._lock = threading.Lock()
-        self._lease: _Lease | None = None
+        self._lease: tuple[str, Keys, HeartbeatListener] | None = None  # with the notebook's address, and the keys
         self._servers: dict[str, _Server] = {}
         self._planned: dict[str, EngineMachine] = {}  # the machine for which the device of a host was planned
 
@@ -252,18 +249,18 @@ class IPythonParallelTransport(Transport):
     # -- the servers -------------------------------------------------------------------------------------------------
 
     def _start_servers(self, chosen: Mapping[str, tuple[int, EngineMachine]], requests: EngineRequests) -> None:
-        lease = self._lease = self._lease or self._listen([machine for _, machine in chosen.values()])
+        notebook, keys, listener = self._lease = self._lease or self._listen([each for _, each in chosen.values()])
         for engine, machine in chosen.values():
-            if is_loopback(lease.address) and not machine.is_here:
+            if is_loopback(notebook) and not machine.is_here:
                 raise StartError(
                     f"ipyparallel's engine {engine} is on another machine ({machine.host}), but this cluster listens "
                     "on loopback only, because all of its engines were on this machine. Stop it, and start it again."
                 )
         request = {
             "client": self._keys.client_public,
-            "lease": lease.key,
-            "url": lease.url,
-            "notebook": lease.address,
+            "lease": keys.server_public,
+            "url": listener.url,
+            "notebook": notebook,
         }
         asked = [engine for engine, _ in chosen.values()]
         answers = requests.send(asked, "start_server(request)", {"request": request}, _START_S)
@@ -273,7 +270,7 @@ class IPythonParallelTransport(Transport):
             if "error" in answer:
                 failures.append(f"ipyparallel's engine {engine} ({machine.host}): {answer['error']}")
                 continue
-            path = self._directory.path / f"{host}.keys"
+            path = self.directory / f"{host}.keys"
             write_keys(path, replace(self._keys, server_public=answer["key"], server_secret=""))
             self._servers[host] = _Server(engine=engine, machine=machine, address=answer["address"], keys=path)
             self._planned.setdefault(host, machine)
@@ -281,11 +278,13 @@ class IPythonParallelTransport(Transport):
         if failures:
             raise StartError("\n".join(failures))
 
-    def _listen(self, machines: Sequence[EngineMachine]) -> _Lease:
+    def _listen(self, machines: Sequence[EngineMachine]) -> tuple[str, Keys, HeartbeatListener]:
+        """Listen for the servers, of which each has keys of its own."""
         others = [machine.address for machine in machines if not machine.is_here]
-        if not others and self._options.interface is None:
-            return _Lease("127.0.0.1")
-        return _Lease(listening_address(others, self._options.interface))
+        interface = self._options.interface
+        address = listening_address(others, interface) if others or interface is not None else "127.0.0.1"
+        keys = replace(make_keys(), client_public="", client_secret="")
+        return address, keys, HeartbeatListener(address, keys)
 
     def command(self, host: str) -> list[str]:
         """Return the command of a client of the host's server."""
@@ -329,44 +328,13 @@ class IPythonParallelTransport(Transport):
         with self._lock:
             lease, self._lease = self._lease, None
             if lease is not None:
-                lease.close()
-            self._directory.remove()
+                lease[2].close()
 
 
 def _count_engines(options: IPythonParallel) -> int:
     """Return the number of engines of the cluster, of which there is at least one."""
     with connected(options.cluster) as client:
         return len(EngineRequests(client, lambda text: None).wait_for_engines(1, options.wait))
-
-
-class _Lease:
-    """A socket of the notebook to which servers connect for as long as they are needed. It carries no messages.
-
-    Anyone who knows the public key can connect. Messages are never read, and few and small ones are kept.
-
-    Args:
-        address: The address to listen at.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        keys = make_keys()
-        self.key = keys.server_public
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.curve_server = True
-        self._socket.curve_secretkey, self._socket.curve_publickey = keys.server_secret.encode(), self.key.encode()
-        self._socket.rcvhwm, self._socket.maxmsgsize = 1, 1024  # enough for CURVE's handshake
-        self._socket.ipv6 = ":" in address
-        try:
-            self._socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
-        except zmq.ZMQError as error:
-            self.close()
-            raise StartError(f"The notebook cannot listen on {address}: {error}.") from error
-        self.url = self._socket.get_string(zmq.LAST_ENDPOINT)
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 def _listens(address: str) -> bool:

@@ -137,19 +137,20 @@ def main() -> None:
 
 def _serve(request: dict[str, Any]) -> None:
     from distnb.cluster.connection import Connection, make_keys
+    from distnb.cluster.local.orphans import at_end_of
     from distnb.machines.agents.heartbeat import heartbeat
     from distnb.machines.engine_server import Server
-    from distnb.machines.secret import keys_in_memory
 
     keys = replace(make_keys(), client_public=request["client"], client_secret="")
     own = address_towards(request["notebook"])
     address = f"[{own}]:0" if ":" in own else f"{own}:0"
-    server = Server({"worker": [address]}, "worker", 0, secret=keys_in_memory(keys))
+    server = Server({"worker": [address]}, "worker", 0, secret=keys)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: server.stop(f"ended by {signal.Signals(number).name}"))
     lease = Connection(
         program_url="",
-        control_url=request["url"],
+        control_url="",
+        heartbeat_url=request["url"],
         server_public=request["lease"],
         client_public=keys.server_public,
         client_secret=keys.server_secret,
@@ -157,19 +158,11 @@ def _serve(request: dict[str, Any]) -> None:
     )
     try:
         with heartbeat(lease, server.stop):
-            threading.Thread(target=_await_end_of, args=(request["engine"], server), daemon=True).start()
+            at_end_of(request["engine"], lambda: server.stop(ENGINE_ENDED))
             _answer({"address": server.address, "key": keys.server_public})
             server.join()
     finally:
         server.stop()
-
-
-def _await_end_of(engine: int, server: Any) -> None:
-    from distnb.cluster.local.guardian import end_descriptor
-
-    with suppress(ProcessLookupError):
-        select.select([end_descriptor(engine)], [], [])
-    server.stop(ENGINE_ENDED)
 
 
 def _answer(answer: dict[str, str]) -> None:

@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from distnb.machines.hosts import HostOptions, Way
 from distnb.machines.named_machines import NamedMachines
@@ -53,13 +52,13 @@ class MpiexecTransport(Transport):
         mpiexec = ["mpiexec", "-n", "1", "--bind-to", "none", *self._arguments, "--host", host]
         return [*mpiexec, *MACHINE_AGENT]
 
-    def environment(self, directory: Path) -> Mapping[str, str]:
+    def environment(self) -> Mapping[str, str]:
         """Return an environment with a folder in the directory for Open MPI's session files.
 
         Open MPI leaves these files behind when it is killed. In the directory, they are removed with it. Each mpiexec
         has its own folder: if two start in the same folder at once, the second may fail to create it.
         """
-        return {**os.environ, _SESSIONS: tempfile.mkdtemp(prefix="mpi", dir=directory)}
+        return {**os.environ, _SESSIONS: tempfile.mkdtemp(prefix="mpi", dir=self.directory)}
 
     def network_name(self, host: str) -> str:
         """Return the same name, because mpiexec resolves names like any other program."""

@@ -15,27 +15,26 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
-from distnb.cluster.local.run_directory import RunDirectory
+from distnb.cluster.connection import Keys, make_keys
 from distnb.cluster.process_environment import import_environment, is_installed
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import is_loopback, split_address
 from distnb.errors import OptionError, StartError
 from distnb.machines.hosts import HostOptions, Way
 from distnb.machines.other_machines import OtherMachines, one_host_each
+from distnb.machines.secret import write_keys
 from distnb.machines.transport import Transport
-from distnb.machines.transports.server_transport import ServerTransport
+from distnb.machines.transports.server_transport import ServerTransport, patience_s
 
 __all__ = ["EngineHost", "Ray", "RayNodes", "usual_number_of_engines"]
 
@@ -111,17 +110,15 @@ class EngineHost:
     """The actor in a bundle, which serves machine agents until Ray ends it.
 
     Args:
-        secret: The secret of the servers and the notebook. Everyone who can connect to a Ray cluster can run code on
-            it, so the secret travels through Ray.
+        keys: The keys of the server and the notebook. Everyone who can connect to a Ray cluster can run code on it, so
+            they travel through Ray.
     """
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, keys: Keys) -> None:
         from distnb.machines.engine_server import Server
 
         node = _ray().util.get_node_ip_address()
-        with tempfile.TemporaryDirectory(prefix="distnb-") as folder:  # the server reads the secret at once
-            path = _write_secret(Path(folder), secret)
-            self._server = Server({"worker": [f"{node}:0"]}, "worker", 0, secret=path)
+        self._server = Server({"worker": [f"{node}:0"]}, "worker", 0, secret=keys)
 
     def address(self) -> str:
         """Return the server's address, host:port."""
@@ -137,15 +134,19 @@ class RayNodes(Transport):
 
     def __init__(self, options: Ray) -> None:
         self._options = options
-        self._secret = secrets.token_urlsafe(48)
-        self._directory = RunDirectory()
-        self._servers = ServerTransport(_write_secret(self._directory.path, self._secret))
-        self.patience_s = self._servers.patience_s
+        self._keys = make_keys()
+        self.patience_s = patience_s()
         self._lock = threading.Lock()
         self._connected = False
         self._groups: list[tuple[Any, set[str]]] = []  # each with the hosts that are in use
         self._actors: dict[str, Any] = {}
         self._addresses: dict[str, str] = {}
+
+    @cached_property
+    def _servers(self) -> ServerTransport:
+        path = self.directory / "ray.keys"
+        write_keys(path, replace(self._keys, server_secret=""))
+        return ServerTransport(path)
 
     def prepare(self, hosts: Sequence[str], on_progress: Callable[[str], None]) -> None:
         """Reserve the hosts that are not reserved yet, and request the addresses of these hosts.
@@ -203,7 +204,7 @@ class RayNodes(Transport):
                 max_task_retries=-1,
                 **environment,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-            ).remote(self._secret)
+            ).remote(self._keys)
         _logger.info("Ray has reserved %d bundles of %s", len(hosts), bundle)
 
     def _await_resources(
@@ -248,10 +249,6 @@ class RayNodes(Transport):
         """Return the address of the host's node."""
         return self._servers.network_name(self._addresses[host])
 
-    def machine(self, host: str) -> str:
-        """Return the host: bundles of one node share neither CPUs nor GPUs."""
-        return host
-
     def unreached(self, host: str, status: int) -> str:
         """Return the error, with the address of the host's server."""
         return (
@@ -269,7 +266,6 @@ class RayNodes(Transport):
             if self._connected:
                 _ray().shutdown()
                 self._connected = False
-            self._directory.remove()
 
 
 def connected_address() -> str | None:
@@ -399,10 +395,3 @@ def _figures() -> str:
 def _words(resources: Mapping[str, float]) -> str:
     """Return the CPUs and GPUs among resources in words."""
     return " + ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)) or "nothing"
-
-
-def _write_secret(directory: Path, secret: str) -> Path:
-    path = directory / "secret"
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secret)
-    return path

@@ -19,7 +19,7 @@ from distnb.machines.secret import read_secret, secret_path
 from distnb.machines.server_client import connect_patience_s
 from distnb.machines.transport import LOST, Transport
 
-__all__ = ["ServerTransport", "Servers"]
+__all__ = ["ServerTransport", "Servers", "patience_s"]
 
 _ANSWER_S = 30.0
 
@@ -73,6 +73,11 @@ class Servers(OtherMachines):
         return Way(ServerTransport, (secret_path(self.secret, machines.hosts), tasks))
 
 
+def patience_s() -> float:
+    """Return the time within which a server, and then a machine agent, must answer."""
+    return connect_patience_s() + _ANSWER_S
+
+
 class ServerTransport(Transport):
     """The machines whose servers share a secret file with this notebook. A host is a server's address, host:port.
 
@@ -83,7 +88,7 @@ class ServerTransport(Transport):
         read_secret(secret)
         self._secret = secret.absolute()
         self._tasks = tasks or {}
-        self.patience_s = connect_patience_s() + _ANSWER_S
+        self.patience_s = patience_s()
 
     def command(self, host: str) -> list[str]:
         """Return a client's command. It contains the path of the secret, never the secret."""

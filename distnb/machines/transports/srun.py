@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
@@ -94,7 +93,7 @@ class SrunTransport(Transport):
         srun = ["srun", *_USUAL, *self._arguments, *_NEEDED, f"--nodelist={host}"]
         return [*srun, *MACHINE_AGENT]
 
-    def environment(self, directory: Path) -> Mapping[str, str]:
+    def environment(self) -> Mapping[str, str]:
         """Return the environment without the variables of a surrounding step, which srun would read as options."""
         return {
             name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or _KEPT.fullmatch(name)

@@ -12,12 +12,12 @@ import types
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from distnb.cluster.engine_owner import EngineOwner
 from distnb.errors import ClusterError
 from distnb.machines.users_code.file_messages import FilesWritten, WriteFiles
 from distnb.machines.users_code.local_modules import local_file
 from distnb.machines.users_code.package_comparison import PackageComparison
 from distnb.machines.users_code.sent_folders import FolderFiles, SentFolders
-from distnb.notebook.engine_owners import EngineOwner
 from distnb.notebook.session_part import SessionPart
 from distnb.objects.modes.environment import current_cell
 from distnb.runtime.this_process import this_process
@@ -34,10 +34,10 @@ class Preparation(SessionPart):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        owner = self._engines.owner
-        self._folders = owner.folders
-        self._reader = SentFolders(owner.folders)
-        self._packages = PackageComparison(owner.hosts, owner.packages, _announce, owner.folders)
+        facts = self._engines.owner.facts
+        self._folders = facts.folders
+        self._reader = SentFolders(facts.folders)
+        self._packages = PackageComparison(facts.hosts, facts.packages, _announce, facts.folders)
         self._moment: object = None
         self._files: FolderFiles | None = None
         self._sent: dict[int, tuple[int, FolderFiles]] = {}  # by engine: its process, and the files that it has
@@ -47,7 +47,7 @@ class Preparation(SessionPart):
     @classmethod
     def is_needed(cls, owner: EngineOwner) -> bool:
         """Return whether engines run on other machines."""
-        return bool(owner.hosts)
+        return bool(owner.facts.hosts)
 
     def begin(self, user_ns: Mapping[str, object]) -> None:
         """Compare the packages that the notebook has imported before the engines were started."""

@@ -19,7 +19,7 @@ import torch
 
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import EngineDied
-from distnb.notebook import engine_owners
+from distnb.notebook import engines as session_engines
 from distnb.notebook.session import Session
 from distnb.options import StrategySpec
 from distnb.wire.channel import Switchboard
@@ -59,7 +59,7 @@ def running(replicas: int, *, apart: bool = False) -> Iterator[ClusterWorld]:
         return Switchboard(directory, **{**given, "host": "127.0.0.1" if apart else None})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_owners, "Switchboard", switchboard)
+        patch.setattr(session_engines, "Switchboard", switchboard)
         session = Session.start(
             StartOptions(n=replicas, devices=",".join(f"cpu:{i}" for i in range(replicas))), user_ns=notebook.user_ns
         )
