@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,17 +15,14 @@ import pytest
 
 from tests.support import processes
 from tests.support.kernel import Notebook, lines_of_each
+from tests.support.ray_cluster import NODES, RayCluster
 from tests.support.remote_engines import check_detached
 
 pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[2]
-_NODES = 3
 _FREED_WITHIN_S = 10.0
-# A node gives up if the Python processes that it starts have not imported Ray within 15 s, as on a busy machine.
-_STARTS = 3
-_RAYS = {"RAY_raylet_start_wait_time_s": "40", "RAY_USAGE_STATS_ENABLED": "0"}
 SUM = """%%distribute mirrored
 import torch
 total = torch.ones(1)
@@ -36,104 +30,25 @@ torch.distributed.all_reduce(total)
 print(total.item())"""
 
 
-class Cluster:
-    """A Ray cluster in a process of its own, with one CPU on each node."""
-
-    def __init__(self) -> None:
-        for _ in range(_STARTS):
-            self.folder = Path(tempfile.mkdtemp(prefix="r", dir=os.environ["TMPDIR"]))
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.machines.test_ray"],
-                env={**os.environ, "RAY_TMPDIR": str(self.folder), **_RAYS},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            try:
-                self.address = str(self._answer())
-                break
-            except EOFError:
-                self.close()
-        else:
-            raise AssertionError(f"Ray did not start in {_STARTS} attempts; stderr has its errors")
-        processes.OF_MODULE.update(processes.children_of_this_run())
-
-    def _answer(self) -> object:
-        assert self._process.stdout is not None
-        if line := self._process.stdout.readline():
-            return json.loads(line)
-        raise EOFError("the process of the Ray cluster has ended")
-
-    def do(self, action: str) -> object:
-        """Have the process do something: "add" or "remove" a node, or return the "free" CPUs."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(action + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        """End the cluster."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
-        for process in processes.children_of_this_run().values():
-            command = " ".join(process.cmdline())
-            if "/ray/" in command or command.startswith("ray::"):  # a worker gives itself such a name
-                process.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def main() -> None:
-    """Serve a Ray cluster: a line of standard input is an action, and a line of output its result."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Ray prints notices
-
-    import ray
-    from ray.cluster_utils import Cluster as RayCluster
-
-    # Each process that is left out spares a second of CPU time.
-    head = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-    cluster = RayCluster(initialize_head=True, head_node_args=head)
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(_NODES - 1)]
-    cluster.wait_for_nodes()
-    ray.init(address=cluster.address, log_to_driver=False)
-
-    def answer(value: object) -> None:
-        print(json.dumps(value), file=answers, flush=True)
-
-    answer(cluster.address)
-    for line in sys.stdin:
-        if line == "add\n":
-            nodes.append(cluster.add_node(num_cpus=1))
-            cluster.wait_for_nodes()
-        elif line == "remove\n":
-            cluster.remove_node(nodes.pop(), allow_graceful=False)
-        answer(ray.available_resources().get("CPU", 0.0))
-    ray.shutdown()
-    cluster.shutdown()
-
-
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
+def cluster() -> Iterator[RayCluster]:
+    cluster = RayCluster()
     yield cluster
     cluster.close()
 
 
 @pytest.fixture(scope="module")
-def notebook(cluster: Cluster) -> Iterator[Notebook]:
+def notebook(cluster: RayCluster) -> Iterator[Notebook]:
     with Notebook() as notebook:
         processes.OF_MODULE.update(processes.children_of_this_run())
         yield notebook
 
 
-def _wait_until_free(cluster: Cluster) -> None:
-    processes.wait_until(lambda: cluster.do("free") == _NODES, _FREED_WITHIN_S, "Ray's resources are not free")
+def _wait_until_free(cluster: RayCluster) -> None:
+    processes.wait_until(lambda: cluster.do("free") == NODES, _FREED_WITHIN_S, "Ray's resources are not free")
 
 
-def test_too_many_engines_are_an_error_with_rays_figures(cluster: Cluster, notebook: Notebook) -> None:
+def test_too_many_engines_are_an_error_with_rays_figures(cluster: RayCluster, notebook: Notebook) -> None:
     failed = notebook.try_run(f"%distnb start --ray {cluster.address} -n 5")
     assert failed.error_name == "StartError", failed.traceback
     assert "Ray did not reserve 5 × 1 CPU" in failed.error_text
@@ -164,7 +79,7 @@ def test_an_address_at_which_ray_does_not_answer_is_an_error_at_once(notebook: N
 
 
 @pytest.mark.soak  # test_hosts.py tests it on machines that ssh reaches
-def test_ray_reserves_and_frees_the_bundles_of_a_resize(cluster: Cluster, notebook: Notebook) -> None:
+def test_ray_reserves_and_frees_the_bundles_of_a_resize(cluster: RayCluster, notebook: Notebook) -> None:
     notebook.run(f"%distnb start --ray {cluster.address} -n 2", timeout_s=120)
     assert cluster.do("free") == 1
     failed = notebook.try_run("%distnb resize 4", timeout_s=60)
@@ -180,7 +95,7 @@ def test_ray_reserves_and_frees_the_bundles_of_a_resize(cluster: Cluster, notebo
     _wait_until_free(cluster)
 
 
-def test_engines_compute_on_all_nodes_and_a_lost_one_is_replaced(cluster: Cluster, notebook: Notebook) -> None:
+def test_engines_compute_on_all_nodes_and_a_lost_one_is_replaced(cluster: RayCluster, notebook: Notebook) -> None:
     notebook.run(f"%distnb start --ray {cluster.address} -n 3 --spread", timeout_s=120)
     assert cluster.do("free") == 0
     assert lines_of_each(notebook.run(SUM).stdout, 3) == [["3.0"]] * 3
@@ -197,7 +112,7 @@ def test_engines_compute_on_all_nodes_and_a_lost_one_is_replaced(cluster: Cluste
 
 
 @pytest.mark.soak
-def test_a_notebook_keeps_its_own_connection_to_ray(cluster: Cluster, notebook: Notebook) -> None:
+def test_a_notebook_keeps_its_own_connection_to_ray(cluster: RayCluster, notebook: Notebook) -> None:
     notebook.run(f"import ray\nray.init({cluster.address!r}, log_to_driver=False, logging_level='error')")
     failed = notebook.try_run("%distnb start --ray 10.9.9.9:6379")
     assert failed.error_name == "OptionError", failed.traceback
@@ -213,7 +128,7 @@ def test_a_notebook_keeps_its_own_connection_to_ray(cluster: Cluster, notebook: 
     notebook.run("ray.shutdown()")
 
 
-def test_the_end_of_the_notebook_frees_everything(cluster: Cluster) -> None:
+def test_the_end_of_the_notebook_frees_everything(cluster: RayCluster) -> None:
     with Notebook() as killed:
         killed.run(f"%distnb start --ray {cluster.address} --workers 2 --ps 1", timeout_s=120)
         assert "ps 0" in killed.run("%distnb status").text
@@ -222,9 +137,9 @@ def test_the_end_of_the_notebook_frees_everything(cluster: Cluster) -> None:
 
 
 @pytest.mark.soak  # test_detached.py tests it on machines that ssh reaches
-def test_engines_stay_when_their_notebook_is_killed(cluster: Cluster) -> None:
+def test_engines_stay_when_their_notebook_is_killed(cluster: RayCluster) -> None:
     def meanwhile() -> None:
-        assert cluster.do("free") == _NODES - 2
+        assert cluster.do("free") == NODES - 2
 
     # The daemon connects to the cluster to which the notebook is connected.
     connect = f"import ray\nray.init({cluster.address!r}, log_to_driver=False, logging_level='error')\n"
@@ -232,7 +147,7 @@ def test_engines_stay_when_their_notebook_is_killed(cluster: Cluster) -> None:
     _wait_until_free(cluster)
 
 
-def _run(cluster: Cluster, program: str, *folders: str) -> str:
+def _run(cluster: RayCluster, program: str, *folders: str) -> str:
     """Run a program on the cluster, and return its output."""
     env = {**os.environ, "RAY_ADDRESS": cluster.address, "RAY_TMPDIR": str(cluster.folder)}
     env["PYTHONPATH"] = os.pathsep.join([*folders, str(ROOT)])
@@ -241,7 +156,7 @@ def _run(cluster: Cluster, program: str, *folders: str) -> str:
     return ran.stdout
 
 
-def test_the_script_in_the_documentation_trains_in_tasks(cluster: Cluster) -> None:
+def test_the_script_in_the_documentation_trains_in_tasks(cluster: RayCluster) -> None:
     page = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(import ray\n.*?)```", page, flags=re.DOTALL)
     first, second = (float(loss) for loss in _run(cluster, program).split())
@@ -290,7 +205,7 @@ except ValueError as error:
 
 
 @pytest.mark.soak  # the documentation's script tests the resolver in tasks
-def test_actors_are_workers_of_a_cluster(cluster: Cluster) -> None:
+def test_actors_are_workers_of_a_cluster(cluster: RayCluster) -> None:
     lines = _run(cluster, ACTORS).splitlines()
     assert "This process is not connected to a Ray cluster. Call ray.init()" in lines[0]
     assert "This process is not one of Ray's workers" in lines[1]
@@ -328,13 +243,9 @@ for config in ({}, {"cluster_resolver": distnb.cluster_resolver.RayClusterResolv
 
 
 @pytest.mark.soak
-def test_strategies_run_in_ray_trains_workers(cluster: Cluster) -> None:
+def test_strategies_run_in_ray_trains_workers(cluster: RayCluster) -> None:
     folder = Path(sys.prefix) / "ray-train"
     if not folder.exists():
         pytest.skip("the packages of Ray Train are not installed: make .venv/.made-ray-train")
     assert _run(cluster, TRAINER, str(folder)).splitlines()[-2:] == ["None", "None"]
     _wait_until_free(cluster)
-
-
-if __name__ == "__main__":
-    main()
