@@ -166,8 +166,8 @@ def pop_data_end() -> int | None:
 
 def program_began() -> None:
     """Record that a program of the notebook started."""
-    global _program
-    data_goes_on()
+    global _program, _data_end
+    _data_end = None
     _waits.clear()  # a signal may have interrupted the code between `begin` and `end`
     _program = clock()
 

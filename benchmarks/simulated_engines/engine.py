@@ -34,6 +34,7 @@ from distnb.topology import Team
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link
 from distnb.wire.control_channel import ControlLink
+from distnb.wire.exchange import Upkeep
 from distnb.wire.messages import (
     Abort,
     Activity,
@@ -58,6 +59,7 @@ from distnb.wire.messages import (
     TelemetrySample,
     Waiting,
 )
+from distnb.wire.planned import PlannedCall, opened
 
 __all__ = ["SimulatedEngine"]
 
@@ -103,6 +105,7 @@ class SimulatedEngine:
         self._running: tuple[int, int] | None = None
         self._measured: tuple[int, int] | None = None
         self._task: asyncio.Task[Any] | None = None
+        self._plans: dict[int, CallFunction] = {}
         self._aborts: dict[int, Abort] = {}  # by program, which may not have begun
         self._period_s, self._output_period_s = sample_period_s(1), output_period_s(1)
         self._next_sample = 0.0
@@ -181,6 +184,10 @@ class SimulatedEngine:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     async def _perform(self, message: Any) -> Reply:
+        if isinstance(message, PlannedCall):
+            message = self._repeated(message)
+        elif isinstance(message, CallFunction) and message.is_plan:
+            self._plans[message.program] = message
         team: Team = message.team
         program, replica = message.program, team.rank_of(self.engine)
         if isinstance(message, Apply):
@@ -216,6 +223,21 @@ class SimulatedEngine:
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
         self._emit(ProgramEnded(engine=self.engine, program=program, status=reply.status, summary=summary), urgent=True)
         return reply._replace(seconds=now - self._program_began)
+
+    def _repeated(self, call: PlannedCall) -> CallFunction:
+        """Return a call by plan as the ordinary call that it repeats."""
+
+        def resolve(*reference: Any) -> Any:
+            return self._namespace.resolve(("", *reference))
+
+        first = self._plans[call.plan]
+        (function, *_), _ = first.snapshot.arguments
+        args, kwargs = opened(call.arguments, resolve) if call.arguments else ((), {})
+        self._namespace.bind({name: opened(value, resolve) for name, value in call.rebound.items()})
+        snapshot = first.snapshot._replace(
+            serial=call.serial, upkeep=Upkeep(release=call.released), arguments=((function, args, kwargs), {})
+        )
+        return first._replace(program=call.program, snapshot=snapshot)
 
     def _apply(self, message: Apply) -> Reply:
         if message.operation == "writes":

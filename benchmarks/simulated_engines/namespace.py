@@ -148,6 +148,11 @@ class Namespace:
             elif name in tracker:
                 variables[name] = tracker.root(name)
 
+    def bind(self, values: Mapping[str, Any]) -> None:
+        """Bind names to immutable values or engine objects."""
+        self._plain.update(values)
+        self.variables.update(values)
+
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the call whose snapshot was opened last."""
         given = self._snapshot.arguments

@@ -32,6 +32,8 @@ with private_names("torch"):
     # code is cached.
     cudnn_benchmark = torch._C._get_cudnn_benchmark
     cudnn_deterministic = torch._C._get_cudnn_deterministic
+    deterministic = torch._C._get_deterministic_algorithms
+    deterministic_warns = torch._C._get_deterministic_algorithms_warn_only
     is_view = torch.Tensor._is_view
     make_subclass: Any = torch.Tensor._make_subclass
     _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
@@ -53,6 +55,8 @@ __all__ = [
     "cudnn_benchmark",
     "cudnn_deterministic",
     "default_device",
+    "deterministic",
+    "deterministic_warns",
     "elements_as_text",
     "factories",
     "has_gradient_hook",

@@ -28,6 +28,7 @@ from distnb.engine.namespace.engine_namespace import EngineNamespace
 from distnb.engine.namespace.engine_objects import ObjectsOfTeams
 from distnb.engine.output import telemetry
 from distnb.engine.output.streams import pipe_descriptor
+from distnb.engine.plans.planned_calls import PlannedCalls
 from distnb.engine.program_loop import ProgramLoop
 from distnb.engine.programs.executor import Executor
 from distnb.engine.programs.failed_programs import FailedPrograms
@@ -43,7 +44,7 @@ from distnb.runtime import step_count
 from distnb.runtime.program_ends import program_ended
 from distnb.runtime.randomness import streams
 from distnb.runtime.this_process import this_process
-from distnb.topology import Device
+from distnb.topology import Device, Team
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink
 from distnb.wire.control_channel import ControlLink
@@ -58,6 +59,7 @@ from distnb.wire.messages import (
     Reply,
     RunCell,
 )
+from distnb.wire.planned import PlannedCall, PlannedReply
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -93,7 +95,7 @@ class Agent:
         self.guard = Guard()
         workers.raise_worker_errors_only_while(lambda: self.guard.running)
         self._size = 1  # the number of replicas of the latest program
-        self._latest: Any = None  # the latest program of a team: its message
+        self._latest, self._team = 0, Team((), (), 0, "", 0)  # the latest program, and its team
         self._runs_before = 0  # the number of calls of `run` before it
         self._latest_error: ErrorReport | None = None  # only if the engine stays
         place = str(torch_device(device))
@@ -141,9 +143,13 @@ class Agent:
         )
         executor = Executor(engine, shell, self._control, self._users_loop)
         self.programs = TeamPrograms(device, self.namespace, self.guard, self.failures, executor, samples, show_figures)
+        plans = PlannedCalls(self.programs, self.namespace)
         self.kinds: dict[type, ProgramKind] = {
             RunCell: ProgramKind(run=self.programs.run_cell, replica=self.replica_in, drops_failure=True),
-            CallFunction: ProgramKind(run=self.programs.call, replica=self.replica_in, drops_failure=True),
+            CallFunction: ProgramKind(run=plans.first, replica=self.replica_in, drops_failure=True),
+            PlannedCall: ProgramKind(
+                run=plans.repeat, replica=lambda call: self.replica_in(plans.message(call)), drops_failure=True
+            ),
             Apply: ProgramKind(run=self.programs.apply, replica=self.replica_in, measured=False),
             PostMortem: ProgramKind(run=self.failures.post_mortem, replica=self._failed_replica, measured=False),
         }
@@ -172,16 +178,15 @@ class Agent:
         """Return this engine's introduction, to its first notebook or to a later one."""
         state = None
         if returning:
-            latest, team = (self._latest.program, self._latest.team) if self._latest is not None else (0, None)
             process = this_process.replica
             state = EngineState(
-                program=latest,
-                engines=team.engines if team is not None else (),
+                program=self._latest,
+                engines=self._team.engines,
                 unseen=self._absence.unseen,
                 kept=self._absence.kept,
                 running=self._control.running is not None,
                 serial=self._objects.serial,
-                generation=team.generation if team is not None else 0,
+                generation=self._team.generation,
                 teams=self._objects.keys,
                 renamings=self._objects.renamings,
                 incomplete=self._objects.incomplete,
@@ -207,7 +212,7 @@ class Agent:
         if (notice := self.notices.get(type(message))) is not None:
             notice(message)
             return
-        kind = self._kind_of(message)
+        kind = self.kinds.get(type(message)) or self._kind_of(message)
         self.failures.make_room(kind)
         link.send(self.perform(message))
         self.failures.limit(kind)
@@ -218,13 +223,14 @@ class Agent:
             require("programs", type(message).__module__)(self)
         return self.kinds[type(message)]
 
-    def perform(self, message: Any) -> Reply:
+    def perform(self, message: Any) -> Reply | PlannedReply:
         """Run one program to its end, and return the reply. It never raises."""
-        kind = self._kind_of(message)
+        kind = self.kinds.get(type(message)) or self._kind_of(message)
         replica = kind.replica(message)
-        if _logger.isEnabledFor(logging.DEBUG):
+        is_logged = _logger.isEnabledFor(logging.DEBUG)
+        if is_logged:
             _logger.debug("program %d began: %s, replica %d", message.program, type(message).__name__, replica)
-        self._latest, self._runs_before = message, streams.runs
+        self._latest, self._runs_before = message.program, streams.runs
         step_count.watch_optimizers()
         datasets.program_began()
         self._console.refusal = kind.refusal
@@ -237,14 +243,15 @@ class Agent:
             reply = self.failures.reply(message.program, error)
         finally:
             self._users_loop.leave(outer)
-        _logger.debug("program %d ended: %s", message.program, reply.status)
+        if is_logged:
+            _logger.debug("program %d ended: %s", message.program, reply.status)
         if self._absence.is_followed:
             self._latest_error = reply.error
         program_ended()
         debugger.stop_stepping()
         self._console.leave()
         self._console.stopped_in = None
-        if reply.status == "ok" and not isinstance(message, RunCell):
+        if isinstance(reply, PlannedReply) or (reply.status == "ok" and not isinstance(message, RunCell)):
             # The reply itself reports a call that succeeded. Waking both control threads would double the call's cost.
             self._control.program_ended(None)
             return reply
@@ -260,6 +267,7 @@ class Agent:
 
     def _failed_replica(self, message: PostMortem) -> int:
         self._suspend_features()
+        self._team = message.team
         return self.failures.replica
 
     def _suspend_features(self) -> None:
@@ -269,9 +277,11 @@ class Agent:
     def replica_in(self, message: Any) -> int:
         """Return this engine's replica number in a program of a team."""
         self._suspend_features()
-        replica: int = message.team.rank_of(self.engine)
-        self.failures.who, self._size = f"replica {replica} ({message.team.devices[replica]})", message.team.size
-        return replica
+        team, replica = message.team, message.team.rank_of(self.engine)
+        if team is not self._team:
+            self._team = team
+            self.failures.who, self._size = f"replica {replica} ({team.devices[replica]})", team.size
+        return int(replica)
 
 
 def install(shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> Agent:

@@ -130,6 +130,7 @@ class Control:
         self._cleaning: int | None = None  # the program that was last reported to clean up
         self._measured: tuple[int, int] | None = None  # the latest (program, replica) that is measured
         # Points are read as seldom as samples are taken: reading them holds Python's lock, which delays the training.
+        self._replicas = 1
         self._period_s, self._output_period_s = activity.sample_period_s(1), activity.output_period_s(1)
         self._next_sample = self._next_points = 0.0
         self._thread = threading.Thread(target=self._serve, name="distnb-control", daemon=True)
@@ -145,8 +146,10 @@ class Control:
 
         A program that only reads an object is not measured.
         """
-        self._period_s = activity.sample_period_s(replicas)
-        self._output_period_s = activity.output_period_s(replicas)
+        if replicas != self._replicas:
+            self._replicas = replicas
+            self._period_s = activity.sample_period_s(replicas)
+            self._output_period_s = activity.output_period_s(replicas)
         self._next_sample = max(self._next_sample, time.monotonic())  # many short programs are sampled like a long one
         if measured:
             self._measured = (program, replica)

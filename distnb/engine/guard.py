@@ -159,10 +159,11 @@ class Guard:
         try:
             with self._beginning:  # an earlier order has been kept; a later one finds this run
                 self._run = run
-                for program, order in sorted(self._early.items()):
-                    if program == run.program or (run.is_leftover and program > run.program):
-                        run.order(*order)
-                self._early = {later: order for later, order in self._early.items() if later > run.program}
+                if self._early:
+                    for program, order in sorted(self._early.items()):
+                        if program == run.program or (run.is_leftover and program > run.program):
+                            run.order(*order)
+                    self._early = {later: order for later, order in self._early.items() if later > run.program}
             if run.reason is not None and not (run.grace_s or run.is_leftover):
                 raise run.error()
             return function()

@@ -13,6 +13,7 @@ from typing import Any
 from tornado.ioloop import IOLoop
 
 from distnb.engine.debugging import error_reports
+from distnb.runtime.randomness import streams
 from distnb.wire import unix_socket
 from distnb.wire.channel import ProgramLink
 from distnb.wire.messages import Hello, Unreadable
@@ -21,7 +22,9 @@ __all__ = ["ProgramLoop"]
 
 _logger = logging.getLogger("distnb.engine")
 
-_LINGER_MS = 1  # the next small call often follows at once, and a pass through the event loop costs as much as the call
+# The next small call often follows at once, and a pass through the event loop costs as much as the call. Messages on
+# other links wait meanwhile.
+_LINGER_MS, _LONG_LINGER_MS = 1, 10
 
 
 class ProgramLoop:
@@ -140,6 +143,7 @@ class ProgramLoop:
             raise
         finally:
             self._serving, self._served = False, time.monotonic()
+            streams.reset()  # a planned call leaves the replica's own stream in use
             if any(link.ended for link in self._links):
                 _logger.info("a connection for programs has ended")
                 self._ignore()
@@ -151,10 +155,13 @@ class ProgramLoop:
 
     def _serve_one(self, latest: ProgramLink | None) -> ProgramLink | None:
         """Run one program, of another link than the latest one's if possible. Return its link; None if none arrived."""
-        links = [*(link for link in self._links if link is not latest), *([latest] if latest in self._links else [])]
+        links, linger_ms = self._links, _LONG_LINGER_MS
+        if len(links) > 1:
+            linger_ms = _LINGER_MS
+            links = [*(link for link in links if link is not latest), *([latest] if latest in links else [])]
         for link in links:
             try:
-                message = link.receive(_LINGER_MS if link is latest else 0)
+                message = link.receive(linger_ms if link is latest else 0)
             except Exception as error:  # noqa: BLE001  # the notebook waits for a reply, whatever the error
                 link.send(Unreadable(error_reports.report(error)))
                 return link

@@ -16,6 +16,7 @@ from distnb.options import DATA_LIMIT_NBYTES
 if TYPE_CHECKING:
     from distnb.cluster.start_options import Elsewhere, StartOptions
     from distnb.notebook.session import Session
+    from distnb.runtime.base import Owner
     from distnb.topology import Device
     from distnb.views.runs import History
 
@@ -101,7 +102,14 @@ def _register_remote() -> None:
     from distnb.notebook.remote_runtime import Remote
     from distnb.runtime.this_process import this_process
 
-    this_process.remote = lambda strategy: Remote(strategy, lambda: _front.session_for(strategy) or require())
+    remotes: dict[Owner, Remote] = {}
+
+    def remote(strategy: Owner) -> Remote:
+        if strategy not in remotes:
+            remotes[strategy] = Remote(strategy, lambda: _front.session_for(strategy) or require())
+        return remotes[strategy]
+
+    this_process.remote = remote
     this_process.machines = machines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -31,7 +32,16 @@ class Remote:
 
     def __init__(self, strategy: Owner, session: Callable[[], Session]) -> None:
         self._strategy = strategy
-        self._session = session
+        self._find_session = session
+        self._latest: Callable[[], Session | None] = lambda: None  # a weak reference
+
+    def _session(self) -> Session:
+        """Return the session on which the strategy runs. While it lives, no other one can run."""
+        session = self._latest()
+        if session is None or not session.alive:
+            session = self._find_session()
+            self._latest = weakref.ref(session)
+        return session
 
     def _ask(self, method: str, args: tuple[Any, ...], keywords: dict[str, Any], *, wait: bool = True) -> Any:
         return self._session().calls.call(self._strategy.spec, method, args, keywords, wait=wait)

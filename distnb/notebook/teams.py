@@ -12,6 +12,7 @@ from dataclasses import replace
 from distnb.cluster.engine_owner import EngineOwner
 from distnb.cluster.rendezvous_store import free_port
 from distnb.errors import ClusterError, OptionError
+from distnb.notebook.doubts import doubt
 from distnb.options import StrategySpec
 from distnb.strategies import class_of
 from distnb.topology import Device, Team
@@ -124,6 +125,7 @@ class Teams:
         with self._lock:
             if after is None or self._generation <= after.generation:
                 self._generation += 1
+                doubt()
                 _logger.info("the next programs form generation %d of their groups", self._generation)
 
 

@@ -20,6 +20,7 @@ So a program that sets a seed at its beginning repeats exactly, and the shared s
 from __future__ import annotations
 
 import hashlib
+import operator
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,20 +46,26 @@ class Streams:
     Attributes:
         depth: The depth of nested runs: `run` may be called in `merge_call` in `run`.
         runs: The number of runs that have begun, without nested ones.
+        keeps_own: Whether the end of a run leaves the replica's own stream in use, since another run follows. Then it
+            is not switched between the two. Anything else that draws numbers calls `reset` first.
     """
 
     def __init__(self) -> None:
         self.generators: list[Any] = [torch.default_generator]
+        self._device: Device | None = None  # the latest one
         self._devices: set[Device] = set()
         self._replica_id = -1
         self._shared_bytes = b""
         self._other: list[torch.Tensor] = []  # the states of the stream that is not in use
-        self._is_own = False
+        self.is_own = self.keeps_own = self._has_switched = False
         self._before = self._replica_id, self._shared_bytes, self._other  # the latest `run`
         self.depth = self.runs = 0
 
     def use_device(self, device: Device) -> None:
         """Include this device's generator in the switches, if it has one."""
+        if device is self._device:
+            return
+        self._device = device
         if device not in self._devices and (found := generator(device)) is not None:
             self._devices.add(device)
             self.generators.append(found)
@@ -71,10 +78,15 @@ class Streams:
             self._use(own=True)
             return
         self.runs += 1
+        self._has_switched = False
+        if self.is_own and replica_id == self._replica_id:
+            self._before = self._replica_id, self._shared_bytes, self.read()
+            return
+        self._use(own=False)
         self._before = self._replica_id, self._shared_bytes, self._other
         shared = self.read()
         found = _bytes(shared)
-        own, self._other, self._is_own = self._other, shared, True
+        own, self._other, self.is_own = self._other, shared, True
         if found == self._shared_bytes and replica_id == self._replica_id:
             self.write(own)
         else:
@@ -83,13 +95,15 @@ class Streams:
                 each.manual_seed(_fold(found, replica_id))
             shared[0][_MARKED] = _MARK
             self._shared_bytes = _bytes(shared)
+            self._has_switched = True
 
     @spared
     def leave(self, depth: int = 0) -> None:
         """Switch back to the stream that was in use before the `enter` that was called at this `depth`, if it was."""
         if self.depth > depth:
             self.depth = depth
-            self._use(own=False)
+            if depth or not self.keeps_own or self._has_switched:
+                self._use(own=False)
 
     def reset(self) -> None:
         """Switch to the shared stream, because the previous program may have ended in a `run`."""
@@ -103,7 +117,7 @@ class Streams:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Return a context that uses the shared stream, even in a `run`."""
-        if not self._is_own:
+        if not self.is_own:
             yield
             return
         try:
@@ -115,7 +129,7 @@ class Streams:
     @contextmanager
     def own(self) -> Iterator[None]:
         """Return a context that uses the replica's own stream, in a part of a `run` that uses the shared one."""
-        if self._is_own or not self.depth:
+        if self.is_own or not self.depth:
             yield
             return
         try:
@@ -127,14 +141,14 @@ class Streams:
     @spared
     def _use(self, *, own: bool) -> None:
         """Switch to the replica's own stream, or to the shared one, unless it is in use."""
-        if own is not self._is_own:
+        if own is not self.is_own:
             here = self.read()
             self.write(self._other)
-            self._other, self._is_own = here, own
+            self._other, self.is_own, self._has_switched = here, own, True
 
     def read(self) -> list[torch.Tensor]:
         """Return the generators' states."""
-        return [each.get_state() for each in self.generators]
+        return list(map(_get_state, self.generators))
 
     def write(self, states: list[torch.Tensor]) -> None:
         """Set the generators' states to a result of `read`."""
@@ -142,6 +156,7 @@ class Streams:
             each.set_state(state)
 
 
+_get_state = operator.methodcaller("get_state")
 streams = Streams()
 
 

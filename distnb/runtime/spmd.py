@@ -121,7 +121,9 @@ _random: list[bytes] = []
 _restored: dict[Any, list[tuple[Any, Sequence[ParameterKey | None]]]] = {}
 
 
-def enter(team: Team, rank: int, device: Device, group: Group, *, nothing_new: bool = False) -> SpmdProcess:
+def enter(
+    team: Team, rank: int, device: Device, group: Group, *, nothing_new: bool = False, keeps_stream: bool = False
+) -> SpmdProcess:
     """Make this process a replica of a team for the program that begins. Return the process.
 
     Args:
@@ -131,6 +133,7 @@ def enter(team: Team, rank: int, device: Device, group: Group, *, nothing_new: b
         group: The team's process group.
         nothing_new: Whether the program is a call that binds no name. The objects to which its function refers were
             then checked before (see `UnmanagedCheck`).
+        keeps_stream: Whether random numbers come from the stream that the previous program has left in use.
     """
     process = this_process.replica
     if process is None:
@@ -148,7 +151,8 @@ def enter(team: Team, rank: int, device: Device, group: Group, *, nothing_new: b
     process.begin_program()
     process.agreement.forget()
     CHANGES.count += not nothing_new
-    streams.reset()
+    if not keeps_stream:
+        streams.reset()
     use(device)
     streams.use_device(device)
     if _random:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import select
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -277,15 +277,15 @@ class Peers:
                 unreached.append(peer)
         return unreached
 
-    def wait(self, timeout_s: float | None = None) -> list[int]:
+    def wait(self, timeout_s: float | None = None) -> Collection[int]:
         """Wait until a message has arrived or a watched descriptor is readable, or until the timeout.
 
         Returns:
             The readable descriptors, for `receive`. They include the watched ones.
         """
         if self._remote is not None and _has_message(self._remote):
-            return []  # its descriptor reports only messages that arrive after the socket was last found empty
-        return [descriptor for descriptor, _ in self._epoll.poll(timeout_s)]
+            return ()  # its descriptor reports only messages that arrive after the socket was last found empty
+        return dict(self._epoll.poll(timeout_s))
 
     def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
         """Yield the next message of each peer on this host, and all messages of other peers, without blocking.
@@ -299,7 +299,7 @@ class Peers:
             peer = self._peer_at.get(descriptor)
             if peer is None:
                 continue
-            message = _or_error(self._sockets[peer].receive)
+            message = self._received(self._sockets[peer].receive)
             if message is not None:
                 yield peer, message
             elif self._sockets[peer].ended:
@@ -308,7 +308,14 @@ class Peers:
             for name, frames in arrived(self._remote):
                 # A process that was replaced, by another one of the same number, has no number as its name.
                 if name.isdigit():
-                    yield int(name), _or_error(partial(decode, frames))
+                    yield int(name), self._received(partial(decode, frames))
+
+    def _received(self, receive: Callable[[], Any]) -> Any:
+        """Return a message that arrives, or the error of one that cannot be read."""
+        try:
+            return receive()
+        except MessageError as error:
+            return error
 
     def is_near(self, peer: int) -> bool:
         """Return whether a peer is on this host and connected. Then any thread may send to it."""
@@ -317,7 +324,7 @@ class Peers:
     def part(self, peer: int) -> Iterator[Any]:
         """Yield the last messages of a peer on this host that has ended, then close its connection."""
         while (connected := self._sockets.get(peer)) is not None:
-            message = _or_error(connected.receive)
+            message = self._received(connected.receive)
             if message is None:
                 self._lose(peer)
             else:
@@ -335,7 +342,13 @@ class Peers:
 
 
 class Programs(Peers):
-    """The notebook's end of the program channel: it sends programs to engines and receives replies."""
+    """The notebook's end of the program channel: it sends programs to engines and receives replies.
+
+    `receive` raises the MessageError of a message that cannot be read.
+    """
+
+    def _received(self, receive: Callable[[], Any]) -> Any:
+        return receive()
 
     def meet(self, hellos: Iterable[Hello]) -> None:
         """Accept the connections of engines that have sent their hellos on the control channel.
@@ -353,17 +366,6 @@ class Programs(Peers):
         for hello in hellos:
             if self.listener is not None and hello.engine not in self._sockets:
                 raise StartError(f"Engine {hello.engine} did not connect to the notebook for programs.")
-
-    def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yield messages as `Peers.receive` does.
-
-        Raises:
-            MessageError: A message cannot be read.
-        """
-        for engine, message in super().receive(readable):
-            if isinstance(message, MessageError):
-                raise message
-            yield engine, message
 
 
 def send_frames(socket: zmq.Socket[bytes], name: bytes, frames: Sequence[Frame | zmq.Frame]) -> bool:
@@ -385,13 +387,6 @@ def arrived(socket: zmq.Socket[bytes]) -> Iterator[tuple[bytes, list[Frame]]]:
 
 def _name(peer: int) -> bytes:
     return b"%d" % peer
-
-
-def _or_error(receive: Callable[[], Any]) -> Any:
-    try:
-        return receive()
-    except MessageError as error:
-        return error
 
 
 def _shared(frames: Sequence[Frame]) -> list[Frame | zmq.Frame]:

@@ -224,6 +224,13 @@ class Snapshot(NamedTuple):
         """True if the engines have all values that a call needs, under the names that it reads."""
         return self.bindings is None and self.pack is None
 
+    @property
+    def changes_nothing(self) -> bool:
+        """True if it changes nothing that the engines keep, except that it releases objects."""
+        upkeep = self.upkeep
+        releases = upkeep is None or upkeep == Upkeep(release=upkeep.release)
+        return self.bindings is None and self.pack is None and self.surroundings is None and releases
+
 
 class Request(NamedTuple):
     """An operation on engine objects, requested by a handle.

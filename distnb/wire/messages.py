@@ -117,6 +117,7 @@ class CallFunction(NamedTuple):
     Attributes:
         method: The method's name; "" to call the first argument with the others, in cross-replica context.
         snapshot: The part of the namespace that the call needs, with its `(args, kwargs)`.
+        is_plan: Whether planned calls that repeat this one may follow (`wire.planned`).
     """
 
     program: int
@@ -124,6 +125,7 @@ class CallFunction(NamedTuple):
     strategy: StrategySpec
     method: str
     snapshot: Any
+    is_plan: bool = False
 
 
 class Apply(NamedTuple):

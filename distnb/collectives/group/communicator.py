@@ -383,8 +383,9 @@ class Communicator:
 
     def begin_program(self, program: int) -> None:
         """Begin a program on this replica."""
-        with self._failing:
-            self._state.begin_program(now=time.monotonic())
+        if self._state.failure is not None or self._state.is_earlier:
+            with self._failing:
+                self._state.begin_program(now=time.monotonic())
         if self.verifier is not None:
             self.verifier.begin(program)
         if self._deadlocks is not None:

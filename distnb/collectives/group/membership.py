@@ -21,6 +21,8 @@ from distnb.topology import Device, Team
 
 __all__ = ["Attempt", "Membership"]
 
+_VARIABLES: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # as bytes, which need no decoding
+
 
 class Attempt:
     """An attempt to join a group, which another thread can cancel.
@@ -82,6 +84,7 @@ class Membership:
         config = f"cpu:gloo,{kind}:{self.backend_name}"
         self.world = TorchState.of_group(self.group, HashStore(), self.backend_name, config)
         self._environment: dict[str, str] = {}  # empty in a script, where the launcher has set it
+        self._raw_environment: dict[bytes, bytes] = {}
         self._names: Counter[str] = Counter()
         self._subgroups: tuple[weakref.ref[GuardedProcessGroup], ...] = ()
 
@@ -98,6 +101,8 @@ class Membership:
 
     def groups(self) -> list[GuardedProcessGroup]:
         """Return the default group and all subgroups."""
+        if not self._subgroups:
+            return [self.group]
         return [self.group, *(group for each in self._subgroups if (group := each()) is not None)]
 
     # -- forming -----------------------------------------------------------------------------------------------------
@@ -144,6 +149,7 @@ class Membership:
             "MASTER_PORT": str(team.store_port),
         }
         os.environ.update(self._environment)
+        self._raw_environment = {os.fsencode(name): os.fsencode(value) for name, value in self._environment.items()}
 
     def restore_environment(self) -> dict[str, str | None]:
         """Set the variables of `set_environment` again.
@@ -151,6 +157,8 @@ class Membership:
         Returns:
             The variables that a program had changed, with the values that it had set (None if it had deleted one).
         """
+        if self._raw_environment.items() <= _VARIABLES.items():
+            return {}
         changed = {name: found for name, own in self._environment.items() if (found := os.environ.get(name)) != own}
         if changed:
             os.environ.update(self._environment)

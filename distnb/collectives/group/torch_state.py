@@ -122,7 +122,7 @@ class TorchDistributed:
         the block, the list remains, and all later collectives would be appended to it instead of being called.
         """
         c10d_internals.world.pg_coalesce_state.clear()
-        if self._current is not None and not dist.is_initialized():
+        if self._current is not None and c10d_internals.world.default_pg is None:
             c10d_internals.set_default_group(self._current.group)
 
     # -- the user's own calls while a world of distnb is current

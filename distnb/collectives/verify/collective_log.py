@@ -51,6 +51,7 @@ RING: Final = 2048
 # latest programs that failed, and the latest calls of `run` that raised.
 _HEADER = struct.Struct("<QQQ")
 _NUMBER = struct.Struct("<Q")
+_NOTHING: Final = bytes(8)
 _WAIT_AT: Final = _HEADER.size
 _WAIT_NBYTES: Final = 512
 _TROUBLE_AT: Final = _WAIT_AT + 8 + _WAIT_NBYTES
@@ -156,6 +157,7 @@ class CollectiveLog:
         self.me = me
         self.size = size
         self._mine = me * _PART_NBYTES
+        self._has_trouble = True  # unknown at first
 
     # -- copies on several machines; with shared memory there is one log, and these do nothing ---------------------
 
@@ -268,11 +270,17 @@ class CollectiveLog:
 
     def set_trouble(self, trouble: Trouble | None) -> None:
         """Report an error to the other replicas, or withdraw the report."""
+        if trouble is None and not self._has_trouble:
+            return
+        self._has_trouble = trouble is not None
         text = "" if trouble is None else f"{trouble.kind}\0{trouble.text}"
         self._set_text(_TROUBLE_AT, text.encode()[:_TROUBLE_NBYTES])
 
     def trouble_of(self, replica: int) -> Trouble | None:
         """Return the error that a replica reports, or None."""
+        at = replica * _PART_NBYTES + _TROUBLE_AT
+        if self.memory[at : at + 8] == _NOTHING:
+            return None
         kind, separator, text = self._text_of(replica, _TROUBLE_AT).partition("\0")
         return Trouble(kind, text) if separator else None  # type: ignore[arg-type]
 
@@ -292,6 +300,9 @@ class CollectiveLog:
 
     def wait_of(self, replica: int) -> CollectiveWait | None:
         """Return the wait that a replica reports, or None."""
+        at = replica * _PART_NBYTES + _WAIT_AT
+        if self.memory[at : at + 8] == _NOTHING:
+            return None
         group, *numbers = self._text_of(replica, _WAIT_AT).split("\0")
         try:
             return CollectiveWait(

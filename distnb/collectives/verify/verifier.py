@@ -126,8 +126,10 @@ class Verifier:
                 self._reported_since = self._reported_since or time.monotonic()
                 if time.monotonic() - self._reported_since < self._patience_s:
                     continue
-            self._raise_reported(rank)
-            self._catch_up(rank)
+            if trouble is not None:
+                self._raise_reported(rank)
+            if self._compared[rank] < self.number:
+                self._catch_up(rank)
 
     def _raise_reported(self, rank: int) -> None:
         """Raise the error that another replica reports as the end of the program, if any."""
@@ -336,7 +338,8 @@ class Verifier:
         me = self.log.me
         for rank in self._peers:
             program, phase, last = self.log.phase(rank)
-            self._catch_up(rank)
+            if self._compared[rank] < self.number:
+                self._catch_up(rank)
             if program != self.program or phase != "ended" or last == self.number:
                 continue
             present, missing, number = (rank, me, self.number + 1) if last > self.number else (me, rank, last + 1)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ from distnb.objects.modes.environment import (
     Moment,
     apply_environment,
     capture_environment,
+    is_current,
     outside_inference,
 )
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
+from distnb.runtime.randomness import streams
 from distnb.wire.described_values import RETURNED, Leaf, Result, as_object, name_of_given
 from distnb.wire.exchange import HeldArgument, NamedArgument, Snapshot, Surroundings, TeamKey, Upkeep, former
 from distnb.wire.messages import ObjectId
@@ -99,7 +102,14 @@ class EngineNamespace:
         objects.replica = replica
         self.teams.program_begins(snapshot.serial)
         torch.clear_autocast_cache()  # values that were cast in an earlier program may be out of date
-        self._apply_upkeep(objects, snapshot.upkeep or Upkeep())
+        if snapshot.changes_nothing:
+            if snapshot.upkeep is not None:
+                objects.release(snapshot.upkeep.release)
+        else:
+            self._apply_upkeep(objects, snapshot.upkeep or Upkeep())
+        self._arguments, self._snapshot = None, snapshot
+        if snapshot.changes_nothing and snapshot.arguments is None:
+            return
         environment, sources, modules = snapshot.surroundings or Surroundings()
         if environment is not None:
             environment = environment.on(self.teams.place)
@@ -112,7 +122,6 @@ class EngineNamespace:
         if environment is not None:
             apply_environment(environment, early=False)
             self._environment = None
-        self._snapshot = snapshot
 
     def open_call(self, snapshot: Snapshot, replica: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Open the snapshot of a call, and return its arguments. `close_call` ends the call."""
@@ -121,6 +130,13 @@ class EngineNamespace:
         self._arguments, self._moment = None, "call"
         self._call = self.begin("")
         return args, kwargs
+
+    def open_again(self, snapshot: Snapshot, replica: int) -> Mark:
+        """Open the snapshot of a planned call, and return the state of the namespace. `close_call` ends the call."""
+        self.open(snapshot, replica)
+        self._moment = "call"
+        self._call = mark = self.begin("")
+        return mark
 
     @spared
     def _apply_upkeep(self, objects: EngineObjects, upkeep: Upkeep) -> None:
@@ -179,7 +195,6 @@ class EngineNamespace:
             for name, value in values.items():
                 objects.plain.pop(name, None)
                 self._bind_one(name, value, wanted)
-        self._arguments = None
         if snapshot.arguments is not None:
             given = snapshot.arguments
             args, kwargs = tracker.open_loose(given)["@"] if isinstance(given, Packed) else given
@@ -202,7 +217,8 @@ class EngineNamespace:
         snapshot, self._snapshot = self._snapshot, None
         self.teams.of(snapshot.team).gathered = []  # a change of the engines was given up, and the program may train
         if self._environment is None:
-            self._environment = capture_environment()
+            with streams.shared():
+                self._environment = capture_environment()
         return Mark(dict(self.user_ns), snapshot, self._environment)
 
     def note_names(self) -> Callable[[], None]:
@@ -332,6 +348,20 @@ class EngineNamespace:
         describer.describe_fresh()
         # One replica sends the values that are equal on all. All replicas send changed values, to find the differences.
         return changed, pack.bare() if objects.replica and not changed else pack
+
+    def is_unchanged(self, mark: Mark, *, random: bool) -> bool:
+        """Return whether a call has changed neither names nor modes. `random`: also torch's random state."""
+        before, after = mark.before, self.user_ns
+        return (
+            len(before) == len(after)
+            and all(map(is_, before.values(), after.values()))
+            and all(map(is_, before, after))
+            and is_current(mark.environment, random=random)
+        )
+
+    def close_unchanged(self) -> None:
+        """End a call that had no effect but its result."""
+        self._call = None
 
     def close_call(self, result: Any) -> Result:
         """Describe the result and the effects of a call that `open_call` began."""

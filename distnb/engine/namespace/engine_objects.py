@@ -236,6 +236,8 @@ class ObjectsOfTeams:
         self.user_ns: dict[str, Any] = {} if user_ns is None else user_ns
         self.place = place
         self._classes = Classes()
+        self._classes.new_id = self._new_id
+        self._new_classes: collections.Counter[str] = collections.Counter()  # of this program, by name
         self._teams: dict[TeamKey, EngineObjects] = {}
         self.incomplete = False
         self.serial = 0
@@ -268,14 +270,12 @@ class ObjectsOfTeams:
     def program_begins(self, serial: int) -> None:
         """Name classes after the program that is the first to send them, so that all replicas use the same names."""
         self.serial = serial
-        counts: collections.Counter[str] = collections.Counter()
+        self._new_classes.clear()
 
-        def new_id(cls: Any) -> str:
-            name = getattr(cls, "__qualname__", cls.__name__)
-            counts[name] += 1
-            return f"{serial}.{name}.{counts[name]}"
-
-        self._classes.new_id = new_id
+    def _new_id(self, cls: Any) -> str:
+        name = getattr(cls, "__qualname__", cls.__name__)
+        self._new_classes[name] += 1
+        return f"{self.serial}.{name}.{self._new_classes[name]}"
 
     def rename(self, old: TeamKey, new: TeamKey | None, inherits: bool = False) -> None:
         """Change the key of a team that continues with fewer or more engines, or drop the team (None).

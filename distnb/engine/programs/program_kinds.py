@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distnb.wire.messages import Reply
+from distnb.wire.planned import PlannedReply
 
 __all__ = ["ProgramKind"]
 
@@ -30,7 +31,7 @@ class ProgramKind:
         refusal: The reason why the program cannot ask the user for input, with a place for `{what}`; "" if it can.
     """
 
-    run: Callable[[Any, int], Reply]
+    run: Callable[[Any, int], Reply | PlannedReply]
     replica: Callable[[Any], int]
     measured: bool = True
     drops_failure: bool = False

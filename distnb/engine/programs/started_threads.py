@@ -14,9 +14,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -45,7 +44,10 @@ _POOLS = tuple(
 _WAITS = frozenset({"wait", "select", "_worker"})
 
 
+_Working = dict[threading.Thread | Future[Any], str]
+
 _given: dict[Future[Any], str] = {}  # the unfinished tasks of pools, with the names of their functions
+_idle: list[threading.Thread] = []  # the threads when there was none that Python would wait for
 
 
 def note_work_of_pools() -> None:
@@ -67,18 +69,25 @@ def _forget(future: Future[Any]) -> None:
     _given.pop(future, None)
 
 
-@contextmanager
-def threads_awaited() -> Iterator[None]:
+class threads_awaited:
     """Wait at the end of a successful block for the threads that began to work in it. Use it on the main thread.
 
     A notice names the threads that take long. Threads that still work for an earlier program, which failed or was
     interrupted, are not waited for again.
     """
-    earlier = _at_work().keys()
-    yield
+
+    def __enter__(self) -> None:
+        self._earlier = _at_work()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None and (working := _at_work()):
+            _await(working, self._earlier)
+
+
+def _await(working: _Working, earlier: _Working) -> None:
     pause_s, notified = _PAUSE_S, False
     began = time.monotonic()
-    while working := {each: name for each, name in _at_work().items() if each not in earlier}:
+    while working := {each: name for each, name in working.items() if each not in earlier}:
         if not notified and time.monotonic() - began > _PATIENCE_S:
             notified = True
             threads = "; ".join(working.values())
@@ -89,18 +98,24 @@ def threads_awaited() -> Iterator[None]:
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        working = _at_work()
 
 
-def _at_work() -> dict[threading.Thread | Future[Any], str]:
+def _at_work() -> _Working:
     """Return the working threads and unfinished tasks of pools that Python would wait for, each with a description."""
-    working: dict[threading.Thread | Future[Any], str] = {
-        each: f"{name} in a pool" for each, name in _given.copy().items()
-    }
+    global _idle
+    threads = threading.enumerate()
+    if not _given and threads == _idle:
+        return {}
+    working: _Working = {each: f"{name} in a pool" for each, name in _given.copy().items()}
     main = threading.main_thread()
-    threads = [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    if threads:
+    if all(thread.daemon or thread is main for thread in threads):
+        _idle = threads
+    else:
         frames = sys._current_frames()
         for thread in threads:
+            if thread.daemon or thread is main:
+                continue
             if (frame := frames.get(thread.ident or 0)) is not None and not _waits(frame):
                 working[thread] = f"{thread.name} ({_place(frame)})"
     return working

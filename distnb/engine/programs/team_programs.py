@@ -22,6 +22,7 @@ from distnb.engine.programs.started_threads import threads_awaited
 from distnb.errors import ProgramAborted
 from distnb.input.sources import workers
 from distnb.runtime import spmd, step_count
+from distnb.strategies.base import Strategy
 from distnb.topology import Device, Team
 from distnb.values.structure import select
 from distnb.wire.described_values import Result
@@ -64,10 +65,12 @@ class TeamPrograms:
         self._show_figures = show_figures
         self._process: spmd.SpmdProcess  # set by the first program
 
-    def join(self, team: Team, replica: int, *, nothing_new: bool = False) -> None:
-        """Become a replica of a team, in its process group. For `nothing_new` see `spmd.enter`."""
+    def join(self, team: Team, replica: int, *, nothing_new: bool = False, keeps_stream: bool = False) -> None:
+        """Become a replica of a team, in its process group. For the options see `spmd.enter`."""
         group = memberships.join(team, replica, self._device, supervised=True)
-        self._process = spmd.enter(team, replica, self._device, group, nothing_new=nothing_new)
+        self._process = spmd.enter(
+            team, replica, self._device, group, nothing_new=nothing_new, keeps_stream=keeps_stream
+        )
 
     def run_cell(self, message: RunCell, replica: int) -> Reply:
         """Run a cell, and describe its effects whether it fails or not."""
@@ -123,8 +126,8 @@ class TeamPrograms:
             strategy = strategies.resolve(message.strategy)
             with threads_awaited():
                 if message.method:
-                    with self._process.agreement.left_to_caller():
-                        result = getattr(strategy, message.method)(*args, **kwargs)
+                    self._process.agreement.is_left_to_caller = True  # until the next program
+                    result = getattr(strategy, message.method)(*args, **kwargs)
                 else:
                     function, *rest = select(args, replica)
                     result = function(*rest)
@@ -133,6 +136,13 @@ class TeamPrograms:
         return self.run_together(
             message.program, message.team, replica, body, nothing_new=message.snapshot.binds_nothing
         )
+
+    def run(self, strategy: Strategy, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `strategy.run` in the program of a team that has called it before."""
+        self._process.agreement.is_left_to_caller = True  # until the next program
+        if type(strategy).run is Strategy.run:
+            return self._process.runtime_of(strategy).run(fn, args, kwargs, None)
+        return strategy.run(fn, args, kwargs)
 
     def apply(self, message: Apply, replica: int) -> Reply:
         """Apply an operation to an object."""
@@ -146,17 +156,20 @@ class TeamPrograms:
         return self.run_together(message.program, message.team, replica, body)
 
     def run_together(
-        self, program: int, team: Team, replica: int, body: Callable[[], Any], *, nothing_new: bool = False
+        self,
+        program: int,
+        team: Team,
+        replica: int,
+        body: Callable[[], Any],
+        *,
+        nothing_new: bool = False,
+        keeps_stream: bool = False,
     ) -> Reply:
-        """Run a function that may communicate with the rest of the team.
-
-        Args:
-            nothing_new: See `spmd.enter`.
-        """
+        """Run a function that may communicate with the rest of the team. For the options see `spmd.enter`."""
         before = step_count.steps
 
         def joined() -> Any:
-            self.join(team, replica, nothing_new=nothing_new)
+            self.join(team, replica, nothing_new=nothing_new, keeps_stream=keeps_stream)
             memberships.program_began(program)
             value = body()
             self._completed()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StaleHandleError, UnassignedError
+from distnb.notebook.doubts import doubt
 from distnb.values import DistributedValues
 from distnb.wire.described_values import UNKNOWN, DescribedObject
 from distnb.wire.messages import ObjectId
@@ -64,12 +65,30 @@ class RemoteState:
     def add_held(self, names: Iterable[str]) -> None:
         """Record that the object may hold the notebook's objects of these names from now on."""
         added = tuple(names)
+        if added:
+            doubt()
         alive = [handle for each in self.ancestors if (handle := each()) is not None]
         for state in (self, *map(state_of_handle, alive)):
             for replica, fact in state.facts.items():
                 more = tuple(name for name in added if name not in fact.holds)
                 if more:
                     state.facts[replica] = fact._replace(holds=fact.holds + more)
+
+    @property
+    def is_simple(self) -> bool:
+        """True if no engine was lost, and the object neither reads nor holds names of the notebook."""
+        waiting, seen = [self], {self.identity}
+        for state in waiting:  # the loop appends to it
+            if state.local or state.gone or state.apart:
+                return False
+            for fact in state.facts.values():
+                if fact.reads or any(isinstance(held, str) for held in fact.holds):
+                    return False
+                held = {each for each in fact.holds if not isinstance(each, str)} - seen
+                handles = [handle for each in held if (handle := self.tracked.handle(each)) is not None]
+                seen |= held
+                waiting += map(state_of_handle, handles)
+        return True
 
     def known(self, replica: int, *, detached: bool = False) -> Any:
         """Return a copy of a replica's component if the notebook knows it, else None.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distnb.objects.modes.environment import Environment, Moment, apply_environment, capture_environment
+from distnb.objects.modes.environment import Environment, Moment, apply_environment, capture_environment, is_current
 from distnb.wire.exchange import Reloads, Surroundings
 
 __all__ = ["KnownSurroundings"]
@@ -27,6 +27,10 @@ class KnownSurroundings:
         self._environment = None
         self._sources.clear()
         self._modules.clear()
+
+    def are_current(self) -> bool:
+        """Return whether no mode has changed since the latest call of `changes`, in this cell."""
+        return self._environment is not None and is_current(self._environment)
 
     def changes(
         self, moment: Moment, sources: Mapping[str, tuple[str, str]], modules: Mapping[str, Reloads]

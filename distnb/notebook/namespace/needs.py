@@ -9,7 +9,7 @@ from typing import Any
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.user_names import is_user_name, user_names
-from distnb.objects.code.definitions import UNPICKLING, is_code
+from distnb.objects.code.definitions import UNPICKLING, is_code, parts_of
 from distnb.objects.digesting import Digests
 from distnb.objects.plain import is_plain
 from distnb.views.wording import cell_name
@@ -74,6 +74,18 @@ class Needs:
                 self.more.extend(user_names(user_ns))
             for handle in list(references.met.values()):
                 self.follow_handle(handle)
+
+    def simple_reads(self) -> tuple[dict[str, Any], list[types.FunctionType]] | None:
+        """Return the values of all names that the program looks up, and the functions among its sections.
+
+        Return None if other values are digested, or if the names depend on more than the code. An absent name's value
+        is `MISSING`.
+        """
+        found = self.digests
+        functions = [value for value in self.sections.values() if parts_of(value) is not None]
+        if len(functions) < len(self.sections) or found.dynamic or not UNPICKLING.isdisjoint(found.attributes):
+            return None
+        return {name: self._user_ns.get(name, MISSING) for name in self._done}, functions
 
     def sources(self) -> dict[str, tuple[str, str]]:
         """Return the texts of the program and of the functions that it reads, and names, by file name."""

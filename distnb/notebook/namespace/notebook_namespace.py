@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from distnb.errors import NamespaceError
+from distnb.notebook.doubts import doubt
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.handle_operations import HandleOperations, Perform
 from distnb.notebook.namespace.local_copies import LocalCopies
@@ -64,6 +65,7 @@ class NotebookNamespace:
         self._teams = TrackedTeams(self.operations, lambda key: TrackedObjects(key, user_ns, self._classes))
         self._serials = itertools.count(1)
         self._modules = ModuleWatch()
+        self._latest: tuple[TrackedObjects, Needs]  # of the latest call
 
     # -- cells ---------------------------------------------------------------------------------------------------------
 
@@ -122,6 +124,7 @@ class NotebookNamespace:
             )
         self._teams.drop_dead_engines(tracked)
         needs = self._needs(tracked)
+        self._latest = tracked, needs
         for handle in touched:
             needs.follow_handle(handle)
         needs.more += names
@@ -130,6 +133,21 @@ class NotebookNamespace:
         # An object may no longer hold the values that it returned, so it is described again now and then.
         crowded = [state_of_handle(each).identity for each in touched if state_of_handle(each).given > _MOST_GIVEN]
         return self._snapshot(tracked, needs, arguments, cell=False, described=crowded)
+
+    def simple_reads(self) -> tuple[TrackedObjects, tuple[dict[str, Any], list[types.FunctionType]] | None]:
+        """Return the team's objects, and what the call that was packed last reads; see `Needs.simple_reads`."""
+        tracked, needs = self._latest
+        return tracked, needs.simple_reads()
+
+    def snapshot_again(self, tracked: TrackedObjects, inquiry: Inquiry) -> Snapshot | None:
+        """Return the snapshot of a planned call, which must be sent; None if there are changes to report first."""
+        released = tracked.upkeep.take_released()
+        if released is None:
+            return None
+        upkeep = Upkeep(release=released) if released else None
+        snapshot = Snapshot(team=tracked.key, serial=next(self._serials), inquiry=inquiry, upkeep=upkeep)
+        tracked.note(snapshot, changing=False)
+        return snapshot
 
     def may_be_changed(self, team: Team) -> bool:
         """Return whether a call under way may change an object of the notebook's in place."""
@@ -346,6 +364,8 @@ class NotebookNamespace:
             upkeep=tracked.upkeep.take(),
         )
         tracked.drop_unreferenced()  # reported after this pack, which may refer to memory of these objects
+        if cell or described or not snapshot.changes_nothing:
+            doubt()
         changing = not all(issubclass(type(value), type) or is_simple(value) for value in sections.values())
         tracked.note(snapshot, changing=changing)
         return snapshot

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from distnb.notebook.doubts import doubt
 from distnb.notebook.handles.handle import HANDLES, RemoteState, change_kind, make_handle, state_of_handle
 from distnb.notebook.namespace.differences import changes_of
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
@@ -85,6 +86,7 @@ class Results:
         every = self._results.values()
         if all(results.only_returned for results in every):
             return
+        doubt()
         self._rename_former()
         environment = tracked.surroundings.in_order(self._first.environment, self._serial)
         if environment is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distnb.errors import CannotTravelError, DistnbError
+from distnb.notebook.doubts import doubt
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.bound_names import BoundNames
 from distnb.notebook.namespace.known_surroundings import KnownSurroundings
@@ -231,7 +232,8 @@ class TrackedObjects:
 
     def note(self, snapshot: Snapshot, *, changing: bool) -> None:
         """Note a snapshot that is about to be sent; `changing` if its program may change the notebook's objects."""
-        self._changing.intersection_update(self.outstanding)
+        if self._changing:
+            self._changing.intersection_update(self.outstanding)
         if changing:
             self._changing.add(snapshot.serial)
         self.outstanding[snapshot.serial] = snapshot
@@ -243,6 +245,7 @@ class TrackedObjects:
 
     def resend_all(self) -> None:
         """Send everything again with the next program, since an engine may have missed something."""
+        doubt()
         self.tracker.clear()
         self.outstanding.clear()
         self.bound.clear()
@@ -258,6 +261,7 @@ class TrackedObjects:
 
     def move(self, key: TeamKey) -> None:
         """Continue with other engines: renumber the components, and drop those of engines that are gone."""
+        doubt()
         before, self.key = self.key.engines, key
         for handle in self.handles():
             state_of_handle(handle).move(before, key.engines)
@@ -267,4 +271,5 @@ class TrackedObjects:
 
     def end(self) -> None:
         """Make every handle stale when the engines are gone."""
+        doubt()
         self.ended = True

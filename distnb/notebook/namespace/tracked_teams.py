@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from types import MappingProxyType
 
 from distnb.errors import EngineDied, OptionError
+from distnb.notebook.doubts import doubt
 from distnb.notebook.handles.handle import change_kind, state_of_handle
 from distnb.notebook.namespace.handle_operations import HandleOperations
 from distnb.notebook.namespace.tracked_objects import TrackedObjects
@@ -77,6 +78,7 @@ class TrackedTeams:
     def engine_died(self, engine: int) -> None:
         """Note that an engine's process has ended, from any thread."""
         self._dead.add(engine)
+        doubt()
 
     def drop_dead_engines(self, tracked: TrackedObjects) -> bool:
         """Continue a team with its living engines, if it has lost some and not all. Return whether it has."""

@@ -39,6 +39,14 @@ class PendingUpkeep:
         del self.released[: len(upkeep.release)]
         return upkeep
 
+    def take_released(self) -> tuple[ObjectId, ...] | None:
+        """Return the ids to release, and forget them. Return None if there are other changes, too."""
+        if self.fresh or self.renamed or self.forget or self.unlike_parts or self.adopt:
+            return None
+        released = tuple(self.released)
+        del self.released[: len(released)]
+        return released
+
     def send_again(self, upkeep: Upkeep | None) -> None:
         """Report the changes of a snapshot again that may not have arrived. All values are sent again anyway."""
         if upkeep is not None:

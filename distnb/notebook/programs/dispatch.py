@@ -17,6 +17,7 @@ from distnb.notebook.programs.supervisor import Supervisor
 from distnb.runtime.interrupts import Interrupts, drain
 from distnb.wire.channel import Programs
 from distnb.wire.messages import Died, Hello, Reply, Unreadable
+from distnb.wire.planned import PlannedReply
 
 __all__ = ["Dispatch"]
 
@@ -73,7 +74,10 @@ class Dispatch:
         if _logger.isEnabledFor(logging.DEBUG):
             _logger.debug("program %d, a %s, is sent to engines %s", program, type(message).__name__, engines)
         outcome = self._pending[program] = Outcome(program, engines, quiet=quiet, unstoppable=unstoppable)
-        self._supervisor.program_began(program, engines)
+        if quiet:
+            self._supervisor.quiet[program] = outcome
+        else:
+            self._supervisor.program_began(program, engines)
         self._handle_losses()
         for engine, status in outcome.died.items():  # the supervisor relies on this for engines that died earlier
             self._supervisor.failed(engine, program, status)
@@ -102,7 +106,7 @@ class Dispatch:
         that.
         """
         while True:
-            if not outcome.unstoppable and self.interrupts.pop():
+            if self.interrupts.count and not outcome.unstoppable and self.interrupts.pop():
                 self.interrupt()
             if outcome.complete:
                 break
@@ -112,6 +116,7 @@ class Dispatch:
             else:
                 self._read()
         self._pending.pop(outcome.program, None)
+        self._supervisor.quiet.pop(outcome.program, None)
 
     def interrupt(self) -> bool:
         """End the programs that are under way, from any thread. Return False if there are none.
@@ -192,11 +197,11 @@ class Dispatch:
         for fd in (self._supervisor.lost_fd, self.interrupts.fd, self.prompts.fd):
             if fd in ready:
                 drain(fd)
-        self._handle_losses()
+                self._handle_losses()
         for engine, message in self._programs.receive(ready):
             self._handle(engine, message)
 
-    def _handle(self, engine: int, message: Reply | Unreadable | Hello) -> None:
+    def _handle(self, engine: int, message: Reply | PlannedReply | Unreadable | Hello) -> None:
         if isinstance(message, Hello):
             self._connected[engine] = message
             return
@@ -208,13 +213,16 @@ class Dispatch:
             message = Reply(program=outcome.program, status="error", error=message.error)
         outcome = self._pending.get(message.program)
         if outcome is not None:
-            _logger.debug("engine %d replied to program %d: %s", engine, message.program, message.status)
+            if message.status != "ok":
+                _logger.debug("engine %d replied to program %d: %s", engine, message.program, message.status)
             outcome.receive(engine, message)
-            if outcome.quiet and message.status == "ok":  # no event reports its end
-                self._supervisor.replied(engine, message.program)
+            if outcome.quiet and message.status == "ok" and message.program not in self._supervisor.quiet:
+                self._supervisor.replied(engine, message.program)  # no event reports its end
 
     def _handle_losses(self) -> None:
-        for loss in self._supervisor.lost():
+        losses = self._supervisor.lost
+        while not losses.empty():
+            loss = losses.get()
             if isinstance(loss, Died):
                 self._dead[loss.engine] = loss.exit_status
             for outcome in self._pending.values():

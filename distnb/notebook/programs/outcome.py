@@ -7,6 +7,7 @@ from typing import Any
 
 from distnb.topology import Team
 from distnb.wire.messages import Reply
+from distnb.wire.planned import PlannedReply
 
 __all__ = ["Outcome", "oldest_awaiting"]
 
@@ -24,7 +25,7 @@ class Outcome:
         program: The program's number.
         engines: The engines that run it, in replica order.
         team: The team of these engines; None for a closure on a worker of one engine.
-        replies: The replies by engine, in order of arrival.
+        replies: The replies by engine, in order of arrival: a `Reply` or a `PlannedReply` each.
         died: The exit status of each engine that died before it replied.
         stuck: The engines that did not follow the order to end. Their replies may still arrive.
         quiet: Whether an engine that succeeds reports that by its reply alone, without an event.
@@ -44,7 +45,7 @@ class Outcome:
         self.program = program
         self.engines = engines
         self.team = team
-        self.replies: dict[int, Reply] = {}
+        self.replies: dict[int, Any] = {}
         self.died: dict[int, str] = {}
         self.stuck: set[int] = set()
         self.quiet = quiet
@@ -52,7 +53,7 @@ class Outcome:
         self.interrupted = self._failed = self._given_up = False
         self._missing = set(engines)
 
-    def receive(self, engine: int, reply: Reply) -> None:
+    def receive(self, engine: int, reply: Reply | PlannedReply) -> None:
         """Accept a reply, also of an engine that was given up on."""
         self.replies[engine] = reply
         self.died.pop(engine, None)

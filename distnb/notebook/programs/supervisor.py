@@ -20,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from distnb.notebook.programs.outcome import Outcome
 from distnb.notebook.programs.supervision import EndProgram, GiveUpOn, Order, Supervision
 from distnb.runtime.interrupts import drain
 from distnb.story import Transition
@@ -86,25 +87,19 @@ class Supervisor:
         self._state = Supervision()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when `lost()` has entries
-        self._lost: queue.SimpleQueue[GiveUpOn | Died] = queue.SimpleQueue()
+        # Engines that died, and programs on engines that were given up on, and a descriptor that is then readable.
+        self.lost: queue.SimpleQueue[GiveUpOn | Died] = queue.SimpleQueue()
+        self.lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._hellos: dict[int, Hello] = {}
         self._given_up: dict[int, float] = {}
         self._changed = threading.Condition()  # guards _state and _hellos
+        # The programs that the state machine does not follow yet, since nothing has happened in them but successes. A
+        # thread that runs programs adds and removes them, without a lock. The supervisor adopts them before each event.
+        self.quiet: dict[int, Outcome] = {}
         self._thread = threading.Thread(target=self._serve, name="distnb-supervisor", daemon=True)
         self._thread.start()
 
     # -- called from any thread ------------------------------------------------------------------------------------
-
-    def lost(self) -> list[GiveUpOn | Died]:
-        """Return the losses since the last call: engines that died, and programs on engines that were given up on.
-
-        If `lost_fd` is readable, drain it before this call.
-        """
-        found = []
-        while not self._lost.empty():
-            found.append(self._lost.get())
-        return found
 
     @property
     def stuck(self) -> dict[int, int]:
@@ -119,6 +114,7 @@ class Supervisor:
     def story(self) -> list[Transition]:
         """The latest transitions of the supervision, the oldest first."""
         with self._changed:
+            self._adopt_quiet()
             return self._state.story
 
     @property
@@ -325,12 +321,14 @@ class Supervisor:
     def _report_loss(self, loss: GiveUpOn | Died) -> None:
         if isinstance(loss, GiveUpOn):
             self._given_up[loss.engine] = time.monotonic()
-        self._lost.put(loss)
+        self.lost.put(loss)
         os.eventfd_write(self.lost_fd, 1)
 
     def _advance(self, step: Callable[[float], list[Order]]) -> None:
         """Advance the state machine by a step, and carry out its orders."""
         with self._changed:
+            if step != self._state.tick:
+                self._adopt_quiet()
             orders = step(time.monotonic())
             self._changed.notify_all()
         for order in orders:
@@ -341,6 +339,20 @@ class Supervisor:
                 _logger.warning("given up on: %s", order)
                 self._report_loss(order)
                 self.events.publish(order)
+
+    def _adopt_quiet(self) -> None:
+        """Let the state machine follow all programs.
+
+        A thread that reads a reply stores it, and then reports it by `replied` if the program is quiet no more. So each
+        reply is found here or reported there, or both.
+        """
+        for program in list(self.quiet):
+            outcome, now = self.quiet.pop(program, None), time.monotonic()
+            if outcome is not None:
+                self._state.began(program, outcome.engines, now)
+                for engine, reply in list(outcome.replies.items()):
+                    if reply.status == "ok":
+                        self._state.ended(engine, program, True, "", now)
 
     def _send(self, engine: int, message: Any) -> None:
         try:

@@ -9,6 +9,9 @@ from distnb.notebook.engines import Engines
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.handles.pending import DeferredCall, PendingCalls
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
+from distnb.notebook.namespace.tracked_objects import MISSING
+from distnb.notebook.plans.call_plans import CallPlans, NextCall
+from distnb.notebook.plans.quick_results import quick_result
 from distnb.notebook.programs.outcome import Outcome
 from distnb.notebook.running.program_runs import ProgramRuns
 from distnb.options import StrategySpec
@@ -22,12 +25,16 @@ __all__ = ["Calls"]
 
 
 class _Call(NamedTuple):
-    """A call under way: its outcome, team and snapshot, and the value of `operations.changes` when it was sent."""
+    """A call under way: its outcome, team and snapshot, and the value of `operations.changes` when it was sent.
+
+    `planned` is the call by plan, if it is one.
+    """
 
     outcome: Outcome
     team: Team
     snapshot: Snapshot
     changes: int
+    planned: NextCall | None
 
 
 class Calls:
@@ -43,6 +50,7 @@ class Calls:
         self._namespace = namespace
         self._runs = runs
         self._pending = PendingCalls()
+        self._plans = CallPlans(namespace)
         self._deferred: list[DeferredCall] = []
         self.latest_strategy = ""
         namespace.operations.before = self.send_deferred
@@ -73,6 +81,8 @@ class Calls:
                 call = self._post(spec, method, args, kwargs)
                 if not wait:
                     pending = self._pend(call)
+                elif not self._deferred:
+                    return self._finish_call(call)
                 elif self._namespace.may_be_changed(call.team):  # a deferred call needs the changes of this one
                     result = self._finish_call(call)
                     self.send_deferred(urgent_only=True)
@@ -117,10 +127,35 @@ class Calls:
     def _post(
         self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, users: bool = True
     ) -> _Call:
-        """Pack a call and send it. The caller holds the turn, and is within `interrupts`."""
-        team, namespace = self._engines.team(spec), self._namespace
-        self._engines.teams.used.add(spec)
-        self.latest_strategy = spec.kind
+        """Send a call, by plan or packed. The caller holds the turn, and is within `interrupts`."""
+        namespace, self.latest_strategy = self._namespace, spec.kind
+        changed = [each.changes for each in self._deferred] if users and self._deferred else ()
+        planned = self._plans.next_call(spec, method, args, kwargs, changed)
+        if planned is not None:
+            team, snapshot = planned.plan.team, planned.snapshot
+        else:
+            team = self._engines.team(spec)
+            self._engines.teams.used.add(spec)
+            snapshot = self._packed(team, args, kwargs, users)
+        namespace.operations.changes += users
+        program = self._dispatch.number()
+        self._runs.failure = None
+        if planned is not None:
+            message: Any = planned.message(program)
+        else:
+            is_plan = self._plans.make(program, spec, team, method, args, kwargs, snapshot)
+            message = CallFunction(
+                program=program, team=team, strategy=spec, method=method, snapshot=snapshot, is_plan=is_plan
+            )
+        try:
+            outcome = self._dispatch.post(program, team.engines, message)
+        except BaseException:
+            namespace.failed(snapshot)
+            raise
+        return _Call(outcome, team, snapshot, namespace.operations.changes, planned)
+
+    def _packed(self, team: Team, args: Sequence[Any], kwargs: Mapping[str, Any], users: bool) -> Snapshot:
+        namespace = self._namespace
         with self._dispatch.interrupts.brief():
             if self._pending and namespace.may_be_changed(team):
                 self._pending.wait()  # a call under way may change values that this one sends
@@ -129,16 +164,7 @@ class Calls:
                 namespace.failed(snapshot)
                 self.send_deferred()
                 snapshot = namespace.outgoing_call(args, kwargs, team)
-            namespace.operations.changes += users
-        program = self._dispatch.number()
-        self._runs.failure = None
-        message = CallFunction(program=program, team=team, strategy=spec, method=method, snapshot=snapshot)
-        try:
-            outcome = self._dispatch.post(program, team.engines, message)
-        except BaseException:
-            namespace.failed(snapshot)
-            raise
-        return _Call(outcome=outcome, team=team, snapshot=snapshot, changes=namespace.operations.changes)
+        return snapshot
 
     def _pend(self, call: _Call, *, users: bool = True) -> Future:
         """Return the future of a call; `users` is True for a call of the user's."""
@@ -169,6 +195,14 @@ class Calls:
         with self._dispatch.turn, self._dispatch.interrupts as interrupts:
             self._runs.wait(outcome, team)
             result, well = None, outcome.ok and (known or not outcome.stopped)
+            if well and call.planned is not None:
+                tracked = call.planned.plan.tracked
+                result = quick_result(outcome.replies, team, tracked, self._namespace.operations, call.changes)
+                if result is not MISSING:
+                    tracked.outstanding.pop(snapshot.serial, None)
+                    step_count.stepped(outcome.replies[team.engines[0]].steps)
+                    keep(result)
+                    return result
             with interrupts.brief():
                 if outcome.ok:  # an interrupt may have arrived too late
                     values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}

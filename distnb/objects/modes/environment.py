@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "capture_environment",
     "cell_began",
     "current_cell",
+    "is_current",
     "outside_inference",
 ]
 
@@ -49,10 +50,17 @@ working directory and environment variables, are its own."""
 
 @dataclass(frozen=True)
 class Environment:
-    """Modes by name, all of them or those that changed, and the number of the cell in which they were captured."""
+    """Modes by name, all of them or those that changed, and the number of the cell in which they were captured.
+
+    `raw` has what `_raw_modes` returned at the capture. It is not sent.
+    """
 
     modes: Mapping[str, Any] = field(default_factory=dict)
     cell: int = field(default=0, compare=False)
+    raw: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> Any:
+        return Environment, (self.modes, self.cell)
 
     def since(self, earlier: Environment | None) -> Environment:
         """Return the modes that differ from an earlier capture."""
@@ -87,9 +95,11 @@ def capture_environment(before: Environment | None = None, moment: Moment = "beg
         moment: A cell's beginning, its end, or around a call. Modes that are not compared then are taken from
             `before`, but not at the first call in a cell.
     """
-    libraries = _loaded_libraries()
+    raw, libraries = _raw_modes(), _loaded_libraries()
     if before is None or before.cell != _cell or len(before.modes) < len(_compared("beginning", libraries)):
         moment = "beginning"  # this is the first call in the cell, or a library was loaded meanwhile
+    elif moment == "call" and before.raw == raw:
+        return before
     known = before.modes if before is not None else {}
     changed = {}
     for mode in _compared(moment, libraries):
@@ -97,8 +107,19 @@ def capture_environment(before: Environment | None = None, moment: Moment = "beg
         if mode.name not in known or value != known[mode.name]:
             changed[mode.name] = value
     if before is not None and before.cell == _cell and not changed:
+        object.__setattr__(before, "raw", raw)
         return before
-    return Environment({**known, **changed}, _cell)
+    return Environment({**known, **changed}, _cell, raw)
+
+
+def is_current(environment: Environment, *, random: bool = True) -> bool:
+    """Return whether no mode that is compared around calls has changed since a capture in the current cell.
+
+    Args:
+        random: Whether to compare torch's random state, too.
+    """
+    raw = environment.raw
+    return raw is not None and environment.cell == _cell and raw == _raw_modes(None if random else raw[-1])
 
 
 def capture_early() -> Environment:
@@ -156,10 +177,43 @@ def outside_inference() -> Iterator[None]:
 # -- the tables --------------------------------------------------------------------------------------------------------
 
 _LIBRARIES = ("torch", "numpy", "keras")
+_loaded: tuple[str, ...] = ()
+_not_loaded = frozenset(_LIBRARIES)
 
 
 def _loaded_libraries() -> tuple[str, ...]:
-    return tuple(filter(_is_loaded, _LIBRARIES))
+    global _loaded, _not_loaded
+    if not sys.modules.keys().isdisjoint(_not_loaded):  # looks up each of the few names
+        _loaded = tuple(filter(_is_loaded, _LIBRARIES))
+        _not_loaded = frozenset(_LIBRARIES).difference(_loaded)
+    return _loaded
+
+
+def _raw_modes(random: bytes | None = None) -> tuple[Any, ...]:
+    """Return the modes that are compared around calls, as values that are cheap to read: equal if no mode has changed.
+
+    A capture takes several times as long, and most calls change no mode.
+
+    Args:
+        random: The value to return for torch's random state, which comes last, if it is not to be read.
+    """
+    libraries = _loaded_libraries()
+    *readers, read_random = _raw_readers(libraries)
+    return libraries, *[read() for read in readers], read_random() if random is None else random
+
+
+@functools.cache
+def _raw_readers(libraries: tuple[str, ...]) -> tuple[Callable[[], Any], ...]:
+    readers: list[Callable[[], Any]] = [python_modes.raw_modes]
+    if "keras" in libraries:
+        from distnb.compat.keras_core import read_settings
+
+        readers.append(read_settings)
+    if "torch" not in libraries:
+        return *readers, bytes
+    from distnb.objects.modes import torch_modes
+
+    return *readers, torch_modes.raw_modes, torch_modes.random_state
 
 
 def _is_loaded(library: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import operator
 import os
 import random
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 from distnb.objects.modes.mode import Mode
 from distnb.objects.rng_state import numpy_state, set_numpy_state
 
-__all__ = ["MODES", "own_path_entries"]
+__all__ = ["MODES", "own_path_entries", "raw_modes"]
 
 own_path_entries: list[str] = []
 """The first entries of `sys.path` that belong to this process. They are not sent, and stay when a path is received."""
@@ -151,6 +152,14 @@ def _log_levels() -> dict[str, int]:
 def _set_log_levels(levels: dict[str, int]) -> None:
     for name in _log_levels().keys() | levels.keys():
         logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+
+
+_level = operator.attrgetter("level")
+
+
+def raw_modes() -> tuple[Any, ...]:
+    """Return the modes below that are compared around calls. See `environment._raw_modes`."""
+    return _directory(), sys.path.copy(), _changed_variables(), list(map(_level, _loggers()))
 
 
 MODES: tuple[Mode, ...] = (

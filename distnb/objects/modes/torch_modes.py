@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 
-from distnb.compat.torch_internals import PRINT_OPTS, cudnn_benchmark, cudnn_deterministic, default_device
+from distnb.compat.torch_internals import (
+    PRINT_OPTS,
+    cudnn_benchmark,
+    cudnn_deterministic,
+    default_device,
+    deterministic,
+    deterministic_warns,
+)
 from distnb.objects.modes.mode import Mode
 from distnb.objects.rng_state import generator_state
 
-__all__ = ["MODES"]
+__all__ = ["MODES", "random_state", "raw_modes"]
 
 
 def _default_device() -> str | None:
@@ -94,6 +101,27 @@ def _set_random_state(state: bytes) -> None:
         generator.set_state(wanted)
 
 
+random_state = functools.partial(generator_state, torch.default_generator)
+
+
+def raw_modes() -> tuple[Any, ...]:
+    """Return the modes below that are compared around calls, without the random state. See `environment._raw_modes`."""
+    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    return (
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        default_device(),
+        *map(enabled, _autocast_devices()),
+        *map(dtype, _autocast_devices()),
+        deterministic(),
+        deterministic_warns(),
+        _matmul_precision(),
+        cudnn_benchmark(),
+        cudnn_deterministic(),
+    )
+
+
 MODES: tuple[Mode, ...] = (
     Mode(name="default dtype", capture=torch.get_default_dtype, apply=torch.set_default_dtype, early=True),
     Mode(name="inference mode", capture=torch.is_inference_mode_enabled, apply=_set_inference),
@@ -116,7 +144,7 @@ MODES: tuple[Mode, ...] = (
     ),
     Mode(
         name="torch random state",
-        capture=functools.partial(generator_state, torch.default_generator),
+        capture=random_state,
         apply=_set_random_state,
     ),
 )

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,25 +32,20 @@ __all__ = ["Agreement", "distributed"]
 
 
 class Agreement:
-    """The structures that each function of the current program has returned on all replicas alike."""
+    """The structures that each function of the current program has returned on all replicas alike.
+
+    Attributes:
+        is_left_to_caller: Whether nothing is compared: the caller receives every replica's result, and compares them.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[Any, set[Any]] = {}
         self._warned_of_batch = False
-        self._is_left_to_caller = False
-
-    @contextmanager
-    def left_to_caller(self) -> Iterator[None]:
-        """Return a context without comparisons. The caller receives every replica's result and compares them itself."""
-        before, self._is_left_to_caller = self._is_left_to_caller, True
-        try:
-            yield
-        finally:
-            self._is_left_to_caller = before
+        self.is_left_to_caller = False
 
     def forget(self) -> None:
         """Discard all agreements when a program begins, because an interrupt may have left them incomplete."""
-        self._is_left_to_caller = False
+        self.is_left_to_caller = False
         self._seen.clear()
 
     def regroup(self, group: Group, fn: Callable[..., Any], result: Any, args: Any = ()) -> Any:
@@ -67,8 +61,11 @@ class Agreement:
             StructureError: Replicas returned different structures.
             DistributedValueError: The function returned a distributed value.
         """
-        if self._is_left_to_caller and type(result) in SCALARS:
-            return result
+        if self.is_left_to_caller:
+            if type(result) in SCALARS:
+                return result
+            if type(result) is torch.Tensor:
+                return PerReplica.own(group.rank, result, group.size)
         # `seen` has only structures that all replicas returned in the same call. It is therefore equal on all replicas,
         # and they make the same decision whether to communicate.
         seen = self._seen.setdefault(_code_of(fn), set())
@@ -80,7 +77,7 @@ class Agreement:
         kinds = tuple([_kind(leaf) for leaf in leaves])
         structure = structure_of(result)
         plain, unlike = [kind != "tensor" for kind in kinds], [None] * len(kinds)
-        if self._is_left_to_caller or ((structure, kinds) in seen and "plain" not in kinds):
+        if self.is_left_to_caller or ((structure, kinds) in seen and "plain" not in kinds):
             return _wrap(group, shape, leaves, plain, unlike)
         batch = 0 if self._warned_of_batch else loader_batches.digest_of_batch(args)
         values = [digest_of_text(_describe(kind, leaf)) for kind, leaf in zip(kinds, leaves, strict=True)]

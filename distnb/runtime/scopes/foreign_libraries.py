@@ -7,6 +7,7 @@ the library (`install`), and knows its objects (`variable_in`, `tensors_in`, `re
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -34,10 +35,17 @@ _STRATEGY = "_distnb_strategy"
 
 def prepare() -> None:
     """Prepare each loaded library for replicas: objects that it makes from now on are handled. Idempotent."""
+    if sys.modules.keys().isdisjoint(_libraries()):  # looks up each of the few names
+        return
     for library in _loaded(name for name in features.names("libraries on replicas") if name not in _prepared):
         keeper = features.find("libraries on replicas", library)
         keeper.install()
         _prepared[library] = keeper
+
+
+@functools.cache
+def _libraries() -> frozenset[str]:
+    return frozenset(features.names("libraries on replicas"))
 
 
 def is_prepared(library: str) -> bool:

@@ -20,6 +20,7 @@ SHARED_MODULE_NAMES = {
     "estimator": "a folder whose main module holds the public class of that name",
     "namespace": "a folder at both ends, in the notebook and in the engine",
     "output": "a folder at both ends, in the notebook and in the engine",
+    "plans": "a folder at both ends, in the notebook and in the engine",
     "programs": "a folder at both ends, in the notebook and in the engine",
     "sharded": "a feature, and its strategy",
 }

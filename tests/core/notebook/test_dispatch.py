@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,12 +23,9 @@ class Supervisor:
         self.lost_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.stuck: dict[int, int] = {}
         self.events = EventHub()
-        self.losses: list[Died] = []
+        self.lost: queue.SimpleQueue[Died] = queue.SimpleQueue()
+        self.quiet: dict[int, Any] = {}
         self.reported: list[tuple[int, str]] = []
-
-    def lost(self) -> list[Died]:
-        losses, self.losses = self.losses, []
-        return losses
 
     def program_began(self, program: int, engines: tuple[int, ...]) -> None:
         pass
@@ -87,7 +85,7 @@ def test_the_end_of_an_engine_that_just_died_is_reported(made: tuple[Dispatch, R
     one, programs, supervisor = made
 
     def die() -> None:
-        supervisor.losses.append(Died(1, 4711, "was killed by SIGKILL"))
+        supervisor.lost.put(Died(1, 4711, "was killed by SIGKILL"))
         os.eventfd_write(supervisor.lost_fd, 1)
 
     programs.on_send = die

@@ -133,9 +133,9 @@ def test_an_engine_that_does_not_connect_is_an_error(switchboard: Switchboard) -
 def test_a_watched_descriptor_ends_the_wait(switchboard: Switchboard) -> None:
     reading, writing = os.pipe()
     switchboard.programs.watch(reading)
-    assert switchboard.programs.wait(0) == []
+    assert list(switchboard.programs.wait(0)) == []
     os.write(writing, b"x")
-    assert switchboard.programs.wait(60) == [reading]
+    assert list(switchboard.programs.wait(60)) == [reading]
     os.close(reading)
     os.close(writing)
 

@@ -1,0 +1,1 @@
+"""Call plans on the engine's side. See `distnb/notebook/README.md`."""

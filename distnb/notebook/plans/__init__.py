@@ -1,0 +1,1 @@
+"""Call plans on the notebook's side. See `distnb/notebook/README.md`."""

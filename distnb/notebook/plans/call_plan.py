@@ -1,0 +1,131 @@
+"""A plan of a call: what it read, and the check that it would read the same again."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from distnb.notebook.doubts import latest_doubt
+from distnb.notebook.handles.handle import HANDLES, state_of_handle
+from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
+from distnb.objects.code.function_parts import FunctionParts
+from distnb.options import StrategySpec
+from distnb.topology import Team
+from distnb.values import Mirrored
+from distnb.wire.exchange import Inquiry
+from distnb.wire.messages import ObjectId
+from distnb.wire.planned import BARE, SHORT
+
+__all__ = ["CallPlan", "UnplannedError"]
+
+
+class UnplannedError(Exception):
+    """A value that planned calls do not send."""
+
+
+class CallPlan:
+    """A plan of a call.
+
+    Args:
+        program: The program that made the plan.
+        spec, team, tracked: The strategy, its team, and the objects of the team's engines.
+        fn: The function. Without a name, the same `lambda` or `def` may make it again for each call.
+        names: The values of all names that the call looked up. The value of an absent name is `MISSING`.
+        functions: The other functions that it read.
+        inquiry: The inquiry of the call's snapshot.
+        reads: The ids of the engine objects that the call read.
+    """
+
+    def __init__(
+        self,
+        program: int,
+        spec: StrategySpec,
+        team: Team,
+        tracked: TrackedObjects,
+        fn: types.FunctionType,
+        names: Mapping[str, Any],
+        functions: Collection[types.FunctionType],
+        inquiry: Inquiry,
+        reads: Collection[ObjectId],
+    ) -> None:
+        self.program = program
+        self.spec = spec
+        self.team = team
+        self.tracked = tracked
+        self.inquiry = inquiry
+        self.reads = reads
+        self._fn = fn
+        self._is_named = names.get(fn.__name__) is fn
+        self._doubt = latest_doubt()
+        self._names = {name: value for name, value in names.items() if type(value) not in HANDLES}
+        # A plan does not keep objects alive: `del model` frees them.
+        self._handles = {name: weakref.ref(value) for name, value in names.items() if type(value) in HANDLES}
+        self._functions = [(each, FunctionParts(each)) for each in functions]
+        self._parts = FunctionParts(fn)
+        self._bound = frozenset(tracked.bound.latest or ())
+
+    @property
+    def is_doubted(self) -> bool:
+        """True if something has changed since the plan was made."""
+        return self._doubt != latest_doubt()
+
+    def rebound(self, fn: types.FunctionType, user_ns: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the names that are bound to other numbers or handles now; None if the plan does not hold."""
+        if self._doubt != latest_doubt() or not self._parts.are_of(fn) or (self._is_named and fn is not self._fn):
+            return None
+        found, get = {}, user_ns.get
+        for name, value in self._names.items():
+            now = get(name, MISSING)
+            if now is not value:
+                if not (type(now) in BARE and type(value) in BARE):
+                    return None
+                found[name] = now
+        for name, reference in self._handles.items():
+            now = get(name)
+            if now is not reference():
+                if type(now) not in HANDLES:
+                    return None
+                found[name] = now
+        for function, parts in self._functions:
+            if not parts.are_of(function):
+                return None
+        # If a name was deleted that the engines have bound, an ordinary call deletes it there.
+        return found if user_ns.keys() >= self._bound and self.tracked.surroundings.are_current() else None
+
+    def coded(self, value: Any, batch: Any, reads: list[ObjectId]) -> Any:
+        """Return a value as planned calls send it, and add the ids of its handles to a list.
+
+        Args:
+            batch: The value whose lists and dicts may be rebuilt on the replicas (`NotebookNamespace.batch`).
+
+        Raises:
+            UnplannedError: Only an ordinary call can send the value.
+        """
+        kind = type(value)
+        if kind in BARE:
+            if kind is not str or len(value) <= SHORT:
+                return value
+        elif kind is tuple:
+            return tuple([self.coded(each, batch, reads) for each in value])
+        elif kind in HANDLES:
+            state = state_of_handle(value)
+            if state.tracked is self.tracked and state.is_simple:
+                reads.append(state.identity)
+                return [state.identity, "Mirrored" if isinstance(value, Mirrored) else "PerReplica"]
+        elif value is batch:
+            if kind is list:
+                return [None, *[self.coded(each, each, reads) for each in value]]
+            if kind is dict:
+                return {name: self.coded(each, each, reads) for name, each in value.items()}
+        raise UnplannedError
+
+    def rebind(self, values: Mapping[str, Any]) -> None:
+        """Note that the next call binds names to other values on the engines."""
+        for name, value in values.items():
+            self.tracked.bound.send(name, value)
+            if type(value) in HANDLES:
+                self._handles[name] = weakref.ref(value)
+            else:
+                self._names[name] = value

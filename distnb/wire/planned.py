@@ -1,0 +1,125 @@
+"""The messages of calls by plan, which are as small as possible. See `distnb/notebook/README.md`.
+
+Values in them are those that pickle writes without a class: numbers, short strings, and containers of them. A handle is
+sent as the list `[identity, kind]`, so a list is sent as `[None, *items]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from distnb.wire.codec import give_codes
+from distnb.wire.described_values import (
+    RETURNED,
+    DescribedObject,
+    Leaf,
+    PlainValue,
+    Result,
+    Sharing,
+    Summary,
+)
+from distnb.wire.messages import ObjectId
+
+__all__ = ["BARE", "SHORT", "OwnNumber", "PlannedCall", "PlannedReply", "opened"]
+
+BARE = frozenset({type(None), bool, int, float, str})
+"""The types of plain values in these messages."""
+
+SHORT = 400
+"""The number of characters of the longest string in them."""
+
+
+class PlannedCall(NamedTuple):
+    """Order to repeat a call.
+
+    Attributes:
+        program: The serial number of the program.
+        plan: The program that made the plan.
+        serial: The serial of the call's snapshot.
+        released: The ids of engine objects that the notebook no longer holds.
+        arguments: The function's arguments `(args, kwargs)`.
+        rebound: The values of names that were bound to others before.
+    """
+
+    program: int
+    plan: int
+    serial: int
+    released: tuple[ObjectId, ...]
+    arguments: Any
+    rebound: dict[str, Any]
+
+
+class OwnNumber(NamedTuple):
+    """A tensor of one number in host memory, such as a step's loss: each replica's own."""
+
+    number: float | int | complex
+    dtype: str
+    graph: bool
+
+    def described(self, serial: int) -> DescribedObject:
+        """Describe it as the result of a call."""
+        summary = Summary(
+            type="torch.Tensor",
+            text=None,
+            shape="()",
+            dtype=self.dtype,
+            device="cpu",
+            number=self.number,
+            graph=self.graph,
+        )
+        return DescribedObject(identity=(serial, RETURNED), summary=summary, sharing=_WRAPPED)
+
+
+_WRAPPED = Sharing(wrapped=True)
+
+
+class _PlannedReply(NamedTuple):
+    program: int
+    serial: int
+    steps: int
+    returned: Any
+
+
+class PlannedReply(_PlannedReply):
+    """The reply to a planned call that had no effect except its result. In other cases the reply is a `Reply`.
+
+    Attributes:
+        program, steps: As in `Reply`.
+        serial: The serial of the call's snapshot.
+        returned: The result: a value of one of the `BARE` types, an `OwnNumber`, or a structure of `Leaf`s.
+        status, error, profile, seconds, caught, changed: As in `Reply`, always the same.
+    """
+
+    __slots__ = ()
+    status: ClassVar[Literal["ok"]] = "ok"
+    error: ClassVar = None
+    profile: ClassVar = None
+    seconds: ClassVar = 0.0
+    caught: ClassVar = False
+    changed: ClassVar[dict[str, int]] = {}
+
+    @property
+    def value(self) -> Result:
+        """The effects of the call, as those of an ordinary call are described."""
+        returned = self.returned
+        if type(returned) in BARE:
+            returned = Leaf(PlainValue(returned))
+        elif type(returned) is OwnNumber:
+            returned = Leaf(returned.described(self.serial))
+        return Result(serial=self.serial, result=returned)
+
+
+def opened(value: Any, resolve: Callable[[ObjectId, str], Any]) -> Any:
+    """Return a value that was sent in a planned call, with the objects behind its handles."""
+    kind = type(value)
+    if kind is list:
+        return [opened(each, resolve) for each in value[1:]] if value[0] is None else resolve(*value)
+    if kind is tuple:
+        return tuple([opened(each, resolve) for each in value])
+    if kind is dict:
+        return {name: opened(each, resolve) for name, each in value.items()}
+    return value
+
+
+give_codes(48, PlannedCall, PlannedReply, OwnNumber)

@@ -1,0 +1,161 @@
+"""Calls by plan do what the same calls do without plans, and take few calls of Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from distnb.notebook.session import Session
+from tests.support.planned_programs import counted_plans, program, run_program, without_plans
+from tests.support.processes import wait_until
+from tests.support.sessions import lose, started
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with started() as session:
+        yield session
+
+
+def interrupt(session: Session) -> None:
+    """Interrupt a call that waits, as the stop button does."""
+
+    def press() -> None:
+        try:
+            wait_until(lambda: all("in wait_long" in text for text in session.stacks().values()), 20)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        session.user_ns["strategy"].run(session.user_ns["wait_long"])
+    finally:
+        thread.join()
+
+
+def kill(session: Session) -> None:
+    """Kill an engine, and replace it."""
+    lose(session, 1)
+    session.restart(missing=True)
+
+
+def resize(session: Session) -> None:
+    """Add an engine, or remove it again."""
+    session.resize(5 - len(session.status()))
+
+
+def compare(
+    session: Session,
+    seed: int,
+    capfd: pytest.CaptureFixture[str],
+    length: int,
+    acts: list[Callable[[Session], object]],
+) -> int:
+    """Compare a random program with and without plans. Return the number of calls by plan."""
+    steps = program(seed, length, len(acts))
+    size = len(session.status())
+    with counted_plans() as planned:
+        found = run_program(session, steps, acts)
+    output = capfd.readouterr()
+    session.resize(size)
+    capfd.readouterr()
+    with without_plans():
+        expected = run_program(session, steps, acts)
+    assert found == expected, steps
+    assert output == capfd.readouterr(), steps
+    session.resize(size)
+    return len(planned)
+
+
+def test_random_programs_are_the_same_without_plans(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sum(compare(session, seed, capfd, 24, [interrupt]) for seed in range(3)) > 20
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_many_random_programs_are_the_same_without_plans(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sum(compare(session, seed, capfd, 40, [interrupt]) for seed in range(200)) > 2000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_plans_do_not_outlive_engines(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sum(compare(session, seed, capfd, 40, [kill, resize]) for seed in range(20)) > 200
+
+
+# -- the cost of a call ------------------------------------------------------------------------------------------------
+
+_TEXTS = """
+def nothing():
+    pass
+def number():
+    return torch.ones(())
+def begin():
+    import builtins, sys
+    builtins.profiled = [0]
+    def count(frame, event, argument):
+        builtins.profiled[0] += event == 'call'
+    sys.setprofile(count)
+def end():
+    import builtins, sys
+    sys.setprofile(None)
+    return builtins.profiled[0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "wait", "here", "there"),
+    [
+        ("nothing", True, 98, 164),
+        ("nothing", False, 107, 172),
+        ("number", True, 115, 180),
+    ],
+)
+def test_a_call_takes_few_calls_of_python(session: Session, name: str, wait: bool, here: int, there: int) -> None:
+    """A loss of speed shows here, exactly and on any machine. Comprehensions count as calls until Python 3.12."""
+    import distnb
+
+    strategy, options = session.user_ns["strategy"], distnb.RunOptions(wait=wait)
+    exec(_TEXTS, session.user_ns)
+    call, begin, end = (session.user_ns[each] for each in (name, "begin", "end"))
+    counted = [0]
+
+    def loop(calls: int) -> None:
+        found = [strategy.run(call, options=options) for _ in range(calls)]
+        if not wait:
+            for each in found:
+                each.result()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        counted[0] += event == "call"
+
+    def measure(calls: int) -> tuple[int, float]:
+        loop(10)
+        counted[0] = 0
+        sys.setprofile(count)
+        try:
+            loop(calls)
+        finally:
+            sys.setprofile(None)
+        strategy.run(begin)
+        loop(calls)
+        return counted[0], min(strategy.local_results(strategy.run(end)))
+
+    def cost() -> tuple[float, float]:
+        few, many = measure(20), measure(120)
+        return (many[0] - few[0]) / 100, (many[1] - few[1]) / 100
+
+    costs = [
+        cost() for _ in range(3)
+    ]  # on a busy machine some calls wait longer, which takes some calls of Python more
+    assert min(each[0] for each in costs) <= 1.15 * here
+    assert min(each[1] for each in costs) <= 1.15 * there
