@@ -13,7 +13,7 @@ from distnb.notebook.plans.call_plans import CallPlans
 from distnb.notebook.session import Session
 from distnb.objects.modes.environment import cell_began
 from distnb.options import RunOptions
-from distnb.values import structure
+from distnb.values import Future, structure
 from tests.support.sessions import run_cell
 
 Step = tuple[str, str]
@@ -257,8 +257,7 @@ def run_program(session: Session, steps: list[Step], acts: list[Callable[[Sessio
                     for _ in range(4):
                         found.append(strategy.run(eval(text, namespace)))
                 elif kind == "pipe":
-                    futures = [strategy.run(eval(text, namespace), options=no_wait) for _ in range(4)]
-                    found += [_outcome(each.result) for each in futures]
+                    found += _pipelined(lambda text=text: strategy.run(eval(text, namespace), options=no_wait))
                 elif kind == "act":
                     acts[int(text)](session)
                 else:
@@ -270,7 +269,7 @@ def run_program(session: Session, steps: list[Step], acts: list[Callable[[Sessio
             try:
                 session.calls.finish()
             except (Exception, ProgramAborted):
-                found.append((number, "late"))
+                pass  # of a pipelined call, which has failed above
         own = {name: value for name, value in namespace.items() if name not in before and name[0] != "_"}
         del own["results"]
         values = {name: value for name, value in own.items() if type(value).__name__ not in ("module", "function")}
@@ -287,12 +286,12 @@ def run_program(session: Session, steps: list[Step], acts: list[Callable[[Sessio
         )
 
 
-def _outcome(ask: Callable[[], Any]) -> Any:
-    """Return a result, or "failed": it depends on the moment whether a call after a failed one fails or is ended."""
+def _pipelined(send: Callable[[], Future]) -> list[Any]:
+    """Return the results of a few calls; "failed" if one fails, since it depends on the moment what the others do."""
     try:
-        return ask()
+        return [each.result() for each in [send() for _ in range(4)]]
     except (Exception, ProgramAborted):
-        return "failed"
+        return ["failed"]
 
 
 def _shown(value: Any) -> str:

@@ -359,6 +359,13 @@ class EngineNamespace:
             and is_current(mark.environment, random=random)
         )
 
+    def has_changed(self, snapshot: Snapshot, names: Iterable[str]) -> bool:
+        """Return whether one of the notebook's values of these names was changed in place."""
+        objects = self.teams.of(snapshot.team)
+        values = {name: objects.tracker.root(name) for name in names}
+        describer = Describer(objects, snapshot.serial, snapshot.inquiry.most_nbytes)
+        return bool(objects.tracker.lacking(values, objects.tracker.digest(values, create=lambda: describer.surveyor)))
+
     def close_unchanged(self) -> None:
         """End a call that had no effect but its result."""
         self._call = None

@@ -11,7 +11,7 @@ from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_namespace import EngineNamespace, Mark
 from distnb.engine.programs.started_threads import threads_awaited
 from distnb.engine.programs.team_programs import TeamPrograms
-from distnb.objects.code.function_parts import FunctionParts
+from distnb.objects.code.function_parts import FunctionParts, has_constant_parts
 from distnb.objects.memory.blocks import dense_tensor, is_stored
 from distnb.objects.placeholder import Placeholder
 from distnb.runtime.randomness import streams
@@ -34,7 +34,7 @@ class _Returned(NamedTuple):
 
 
 class _Plan:
-    """A plan: the message of the call that made it, and the functions that this call read."""
+    """A plan: the message of the call that made it, and the functions and data that this call read."""
 
     def __init__(self, message: CallFunction) -> None:
         self.message = message
@@ -43,13 +43,16 @@ class _Plan:
         self.strategy = strategies.resolve(message.strategy)
         self.functions: list[tuple[Any, FunctionParts]] | None = None
         self.fn: Any = None
+        self.data: tuple[str, ...] = ()
 
     def look_up(self, tracker: Any) -> None:
         """Find the functions, before the first call by plan."""
         (fn, *_), _ = self.message.snapshot.arguments
         self.fn = tracker.root(fn.name) if type(fn) is NamedArgument else fn
-        functions = [tracker.root(name) for name in self.inquiry.sections]
-        self.functions = [(each, FunctionParts(each)) for each in functions]
+        sections = {name: tracker.root(name) for name in self.inquiry.sections}
+        functions = {name: value for name, value in sections.items() if has_constant_parts(value)}
+        self.functions = [(each, FunctionParts(each)) for each in functions.values()]
+        self.data = tuple(name for name in sections if name not in functions)
 
 
 class PlannedCalls:
@@ -141,6 +144,8 @@ class PlannedCalls:
         for function, parts in plan.functions or ():
             if not parts.are_of(function):
                 return None
+        if plan.data and self._namespace.has_changed(mark.snapshot, plan.data):
+            return None
         kind = type(result)
         if kind is Placeholder:
             return None

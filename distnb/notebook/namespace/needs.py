@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.user_names import is_user_name, user_names
-from distnb.objects.code.definitions import UNPICKLING, is_code, parts_of
+from distnb.objects.code.definitions import UNPICKLING, is_code
+from distnb.objects.code.function_parts import has_constant_parts
 from distnb.objects.digesting import Digests
 from distnb.objects.plain import is_plain
 from distnb.views.wording import cell_name
 from distnb.wire.messages import ObjectId
 
-__all__ = ["Needs"]
+__all__ = ["Needs", "SimpleReads"]
+
+
+class SimpleReads(NamedTuple):
+    """The values that a program reads.
+
+    Attributes:
+        names: The values of all names that it looks up; `MISSING` for an absent name.
+        functions: The functions among its sections.
+        data: The other sections.
+    """
+
+    names: dict[str, Any]
+    functions: list[types.FunctionType]
+    data: dict[str, Any]
 
 
 class Needs:
@@ -75,17 +90,20 @@ class Needs:
             for handle in list(references.met.values()):
                 self.follow_handle(handle)
 
-    def simple_reads(self) -> tuple[dict[str, Any], list[types.FunctionType]] | None:
-        """Return the values of all names that the program looks up, and the functions among its sections.
+    def simple_reads(self) -> SimpleReads | None:
+        """Return the reads of the program, if the names that it looks up depend on nothing but its functions' code.
 
-        Return None if other values are digested, or if the names depend on more than the code. An absent name's value
-        is `MISSING`.
+        Return None for others, such as a program that reads a class or an object with methods of the user's.
         """
+        functions = {name: value for name, value in self.sections.items() if has_constant_parts(value)}
+        data = {name: value for name, value in self.sections.items() if name not in functions}
         found = self.digests
-        functions = [value for value in self.sections.values() if parts_of(value) is not None]
-        if len(functions) < len(self.sections) or found.dynamic or not UNPICKLING.isdisjoint(found.attributes):
+        if found.dynamic or not UNPICKLING.isdisjoint(found.attributes):
             return None
-        return {name: self._user_ns.get(name, MISSING) for name in self._done}, functions
+        if data and not self._tracked.has_only_data(data):
+            return None
+        names = {name: self._user_ns.get(name, MISSING) for name in self._done}
+        return SimpleReads(names, list(functions.values()), data)
 
     def sources(self) -> dict[str, tuple[str, str]]:
         """Return the texts of the program and of the functions that it reads, and names, by file name."""

@@ -16,7 +16,7 @@ from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.handle_operations import HandleOperations, Perform
 from distnb.notebook.namespace.local_copies import LocalCopies
 from distnb.notebook.namespace.module_watch import ModuleWatch
-from distnb.notebook.namespace.needs import Needs
+from distnb.notebook.namespace.needs import Needs, SimpleReads
 from distnb.notebook.namespace.results import Results
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.tracked_teams import Grown, TrackedTeams
@@ -134,19 +134,23 @@ class NotebookNamespace:
         crowded = [state_of_handle(each).identity for each in touched if state_of_handle(each).given > _MOST_GIVEN]
         return self._snapshot(tracked, needs, arguments, cell=False, described=crowded)
 
-    def simple_reads(self) -> tuple[TrackedObjects, tuple[dict[str, Any], list[types.FunctionType]] | None]:
-        """Return the team's objects, and what the call that was packed last reads; see `Needs.simple_reads`."""
+    def simple_reads(self) -> tuple[TrackedObjects, SimpleReads | None]:
+        """Return the team's objects, and the reads of the call that was packed last; see `Needs.simple_reads`."""
         tracked, needs = self._latest
         return tracked, needs.simple_reads()
 
-    def snapshot_again(self, tracked: TrackedObjects, inquiry: Inquiry) -> Snapshot | None:
-        """Return the snapshot of a planned call, which must be sent; None if there are changes to report first."""
+    def snapshot_again(self, tracked: TrackedObjects, inquiry: Inquiry, *, changing: bool) -> Snapshot | None:
+        """Return the snapshot of a planned call, which must be sent; None if there are changes to report first.
+
+        Args:
+            changing: Whether the call may change an object of the notebook's.
+        """
         released = tracked.upkeep.take_released()
         if released is None:
             return None
         upkeep = Upkeep(release=released) if released else None
         snapshot = Snapshot(team=tracked.key, serial=next(self._serials), inquiry=inquiry, upkeep=upkeep)
-        tracked.note(snapshot, changing=False)
+        tracked.note(snapshot, changing=changing)
         return snapshot
 
     def may_be_changed(self, team: Team) -> bool:

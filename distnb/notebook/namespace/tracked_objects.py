@@ -173,6 +173,19 @@ class TrackedObjects:
         lacking = self.tracker.lacking(values, digests)
         return self.tracker.pack(serial << 1, values, digests, lacking) if lacking else None
 
+    def has_only_data(self, values: Mapping[str, Any]) -> bool:
+        """Return whether values contain neither code nor handles, which refer to further names."""
+        met, self.references.met = self.references.met, {}
+        try:
+            found = self.tracker.digest(values)
+            return not (self.references.met or found.names or found.classes or found.refused or found.imports)
+        finally:
+            self.references.met = met
+
+    def has(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the engines have these values as they are now."""
+        return not self.tracker.lacking(values, self.tracker.digest(values))
+
     def held_names(self) -> set[str]:
         """Return the names of values that engine objects hold."""
         return {

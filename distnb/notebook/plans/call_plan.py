@@ -9,6 +9,7 @@ from typing import Any
 
 from distnb.notebook.doubts import latest_doubt
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
+from distnb.notebook.namespace.needs import SimpleReads
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.objects.code.function_parts import FunctionParts
 from distnb.options import StrategySpec
@@ -32,8 +33,7 @@ class CallPlan:
         program: The program that made the plan.
         spec, team, tracked: The strategy, its team, and the objects of the team's engines.
         fn: The function. Without a name, the same `lambda` or `def` may make it again for each call.
-        names: The values of all names that the call looked up. The value of an absent name is `MISSING`.
-        functions: The other functions that it read.
+        found: The values that the call read.
         inquiry: The inquiry of the call's snapshot.
         reads: The ids of the engine objects that the call read.
     """
@@ -45,8 +45,7 @@ class CallPlan:
         team: Team,
         tracked: TrackedObjects,
         fn: types.FunctionType,
-        names: Mapping[str, Any],
-        functions: Collection[types.FunctionType],
+        found: SimpleReads,
         inquiry: Inquiry,
         reads: Collection[ObjectId],
     ) -> None:
@@ -56,11 +55,15 @@ class CallPlan:
         self.tracked = tracked
         self.inquiry = inquiry
         self.reads = reads
+        names, functions, data = found
+        # The notebook's data, and the variables of closures, can be changed in place.
+        self.is_changing = bool(data) or any(each.__closure__ for each in functions)
         self._fn = fn
         self._is_named = names.get(fn.__name__) is fn
         self._doubt = latest_doubt()
-        self._names = {name: value for name, value in names.items() if type(value) not in HANDLES}
-        # A plan does not keep objects alive: `del model` frees them.
+        # A plan keeps neither data nor objects alive: `del model` frees them.
+        self._data = tuple(data)
+        self._names = {name: each for name, each in names.items() if type(each) not in HANDLES and name not in data}
         self._handles = {name: weakref.ref(value) for name, value in names.items() if type(value) in HANDLES}
         self._functions = [(each, FunctionParts(each)) for each in functions]
         self._parts = FunctionParts(fn)
@@ -92,7 +95,11 @@ class CallPlan:
             if not parts.are_of(function):
                 return None
         # If a name was deleted that the engines have bound, an ordinary call deletes it there.
-        return found if user_ns.keys() >= self._bound and self.tracked.surroundings.are_current() else None
+        if not (user_ns.keys() >= self._bound and self.tracked.surroundings.are_current()):
+            return None
+        if self._data and not self.tracked.has({name: get(name) for name in self._data}):
+            return None
+        return found
 
     def coded(self, value: Any, batch: Any, reads: list[ObjectId]) -> Any:
         """Return a value as planned calls send it, and add the ids of its handles to a list.

@@ -80,7 +80,7 @@ class CallPlans:
             return None
         if changed and not set().union(*changed).isdisjoint({*plan.reads, *reads}):
             return None
-        snapshot = self._namespace.snapshot_again(plan.tracked, plan.inquiry)
+        snapshot = self._namespace.snapshot_again(plan.tracked, plan.inquiry, changing=plan.is_changing)
         if snapshot is None:
             return None
         if rebound:
@@ -102,19 +102,18 @@ class CallPlans:
         tracked, found = self._namespace.simple_reads()
         if type(fn) is not types.FunctionType or found is None or this_process.before_program is not None:
             return False
-        names, functions = found
         is_ours = method == "" and is_bare(fn)
         is_sent = isinstance(snapshot.arguments, tuple)
-        if not (is_ours or any(fn is each for each in functions)) or not is_sent or not _is_inert(snapshot):
+        if not (is_ours or any(fn is each for each in found.functions)) or not is_sent or not _is_inert(snapshot):
             return False
-        handles = [value for value in names.values() if type(value) in HANDLES]
+        handles = [value for value in found.names.values() if type(value) in HANDLES]
         if not all(state_of_handle(each).is_simple for each in handles):
             return False
         key = id(fn.__code__), id(spec), method
         known = self._plans.get(key)
         if known is not None and known.rebound(fn, self._namespace.user_ns) == {}:
             return False
-        plan = CallPlan(program, spec, team, tracked, fn, names, functions, snapshot.inquiry, [*tracked.references.met])
+        plan = CallPlan(program, spec, team, tracked, fn, found, snapshot.inquiry, [*tracked.references.met])
         try:
             _coded(plan, given, self._namespace.batch, [])
         except UnplannedError:

@@ -1,31 +1,58 @@
-"""The parts of a simple function, for a comparison that takes a microsecond."""
+"""The parts of a function, for a comparison that takes a microsecond."""
 
 from __future__ import annotations
 
 import operator
 import types
+from typing import Any
 
-__all__ = ["FunctionParts"]
+from distnb.objects.plain import is_plain
+
+__all__ = ["FunctionParts", "has_constant_parts"]
+
+_CONSTANTS = frozenset({type(None), bool, int, float, str})
+
+
+def has_constant_parts(value: Any) -> bool:
+    """Return whether a value is a function of whose parts no other object can change any: it has no attributes, its
+    defaults are immutable, and its closure holds numbers and strings."""
+    if type(value) is not types.FunctionType or value.__dict__ or value.__kwdefaults__:
+        return False
+    contents = _contents(value)
+    return is_plain(value.__defaults__) and contents is not None and all(type(each) in _CONSTANTS for each in contents)
+
+
+def _contents(function: types.FunctionType) -> tuple[Any, ...] | None:
+    """Return the contents of a function's closure, or None if one of its variables has no value."""
+    try:
+        return tuple([cell.cell_contents for cell in function.__closure__ or ()])
+    except ValueError:
+        return None
 
 
 class FunctionParts:
-    """The parts of a simple function (`is_simple`), for a comparison."""
+    """The parts of a function that `has_constant_parts`."""
 
     def __init__(self, function: types.FunctionType) -> None:
         self._code = function.__code__
-        self._defaults = function.__defaults__ or ()
+        self._objects = (*(function.__defaults__ or ()), *(_contents(function) or ()))
         self._name, self._doc = function.__name__, function.__doc__
         self._annotations = function.__annotations__.copy()
 
     def are_of(self, function: types.FunctionType) -> bool:
         """Return whether a function has these parts, and no others."""
-        defaults = function.__defaults__ or ()
+        objects = function.__defaults__ or ()
+        if function.__closure__ is not None:
+            contents = _contents(function)
+            if contents is None:
+                return False
+            objects += contents
         return (
             function.__code__ is self._code
-            and len(defaults) == len(self._defaults)
-            and all(map(operator.is_, defaults, self._defaults))
+            and len(objects) == len(self._objects)
+            and all(map(operator.is_, objects, self._objects))
             and function.__name__ == self._name
             and function.__doc__ == self._doc
             and function.__annotations__ == self._annotations
-            and not (function.__kwdefaults__ or function.__closure__ or function.__dict__)
+            and not (function.__kwdefaults__ or function.__dict__)
         )
