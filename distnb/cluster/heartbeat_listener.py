@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
-
 from distnb.cluster.connection import Keys
-from distnb.wire.channel import OneClientKey, bind_router
+from distnb.wire.channel import ServerContext
 
 __all__ = ["HeartbeatListener"]
 
@@ -18,34 +15,23 @@ class HeartbeatListener:
 
     Args:
         host: The address to listen at.
-        keys: The keys of both ends. Without a public key for clients, a process needs this end's public key only. It
-            may connect and keep the connection, and no more.
+        keys: The keys of both ends. Without a public key for clients, a process that has this end's public key may
+            connect, and no more.
 
     Attributes:
         url: The address for `Connection.heartbeat_url`.
     """
 
     def __init__(self, host: str, keys: Keys) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.maxmsgsize = _MOST_NBYTES
-        self._authenticator = ThreadAuthenticator(self._context)
-        if keys.client_public:
-            self._authenticator.start()
-            self._authenticator.configure_curve_callback("*", OneClientKey(keys.client_public.encode()))
+        given = keys.server_secret.encode(), keys.server_public.encode(), keys.client_public.encode()
+        self._context = ServerContext(*given)
+        self._context.context.maxmsgsize = _MOST_NBYTES
         try:
-            self._socket, self.url = bind_router(
-                self._context,
-                host,
-                secret=keys.server_secret.encode(),
-                public=keys.server_public.encode(),
-                most_waiting=1,
-            )
+            self._socket, self.url = self._context.bind(host, most_waiting=1)  # it is closed with its last reference
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Stop listening, which ends the engines on other machines."""
-        if self._authenticator.is_alive():
-            self._authenticator.stop()
-        self._context.destroy(linger=0)
+        self._context.close()

@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from distnb.cluster.connection import Keys
 from distnb.cluster.local.open_files import raise_file_limit_of_server
@@ -30,8 +29,7 @@ from distnb.machines.server_client import ALIVE, END, ERROR, INPUT, OUTPUT, STAR
 from distnb.machines.transport import LOST, MACHINE_AGENT
 from distnb.process_log import log_to_stderr
 from distnb.topology import PS
-from distnb.wire.channel import OneClientKey
-from distnb.wire.unix_socket import BACKLOG
+from distnb.wire.channel import ServerContext
 
 __all__ = ["Server", "serve_until_signal"]
 
@@ -105,19 +103,10 @@ class Server:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._owner = os.getpid()
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", OneClientKey(keys.client_public.encode()))
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.curve_server = True
-        self._socket.curve_secretkey = keys.server_secret.encode()
-        self._socket.curve_publickey = keys.server_public.encode()
-        self._socket.sndhwm = self._socket.rcvhwm = 0  # no limit: beyond one, a ROUTER drops messages silently
-        self._socket.router_mandatory = True
-        self._socket.handshake_ivl = _HANDSHAKE_MS
-        self._socket.backlog = BACKLOG
-        self._socket.linger = 500
+        given = keys.server_secret.encode(), keys.server_public.encode(), keys.client_public.encode()
+        self._context = ServerContext(*given)
+        self._context.context.handshake_ivl = _HANDSHAKE_MS
+        self._socket: zmq.Socket[bytes]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = self._stopping = False
         self._why = ""
@@ -135,19 +124,19 @@ class Server:
             return
         raise_file_limit_of_server()
         try:
-            self._socket.ipv6 = True
-            self._socket.bind(_own_url(self.address))
-            if self.address.endswith(":0"):  # the system has chosen a port
-                port = self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-                self.address = f"{self.address.rpartition(':')[0]}:{port}"
-        except BaseException as error:
-            self._close()
-            if isinstance(error, zmq.ZMQError):
+            host, port = _own_address(self.address)
+            try:
+                self._socket, url = self._context.bind(host, port)
+            except StartError as error:
                 raise StartError(
-                    f"{self._who} cannot listen on {self.address}: {error}. Does another server or program use this "
-                    "port? End it, or give the task another port in the description of the cluster everywhere."
+                    f"{self._who} cannot listen on {self.address}: {error.__cause__}. Does another server or program "
+                    "use this port? End it, or give the task another port in the description of the cluster everywhere."
                 ) from error
+        except BaseException:
+            self._close()
             raise
+        self._socket.linger = 500
+        self.address = f"{self.address.rpartition(':')[0]}:{url.rpartition(':')[2]}"
         self._thread = threading.Thread(target=self._serve, name=f"distnb-server-{self._who}", daemon=True)
         self._thread.start()
         atexit.register(self._end)
@@ -290,9 +279,9 @@ class Server:
                 self._send(client, ERROR, f"distnb: {self._why}\n".encode())
             self._send(client, STATUS, b"%d" % LOST)  # the status that ssh would return
             self._forget(client)
-        self._socket.close()
-        self._authenticator.stop()
-        self._context.term()
+        if self._thread is not None:
+            self._socket.close()  # after sending the last messages
+        self._context.close()
         os.close(self._wake)
 
 
@@ -302,8 +291,8 @@ def _release(agent: subprocess.Popen[bytes]) -> None:
     agent.stdin.close()
 
 
-def _own_url(address: str) -> str:
-    """Return the numeric URL to listen on for an address of the cluster. For port 0, the system chooses one."""
+def _own_address(address: str) -> tuple[str, int | None]:
+    """Return the numeric address and the port to listen on for an address of the cluster; None for port 0, any port."""
     any_port = address.endswith(":0")
     host, port = split_address(f"{address}1" if any_port else address)
     try:
@@ -313,7 +302,7 @@ def _own_url(address: str) -> str:
             f"The address {address} is unknown on this machine: {error}. Correct it in the cluster, or in /etc/hosts."
         ) from error
     interface_of(number)
-    return f"tcp://{f'[{number}]' if ':' in number else number}:{'*' if any_port else port}"
+    return number, None if any_port else port
 
 
 def serve_until_signal(server: Server) -> None:

@@ -31,13 +31,12 @@ __all__ = [
     "Addresses",
     "ConnectionMonitor",
     "Link",
-    "OneClientKey",
     "Peers",
     "ProgramLink",
     "Programs",
+    "ServerContext",
     "Switchboard",
     "arrived",
-    "bind_router",
     "send_frames",
 ]
 
@@ -67,15 +66,74 @@ class Addresses(NamedTuple):
     listener: str = ""
 
 
-class OneClientKey:
-    """The authentication of clients by one CURVE key (Z85), which each client must prove to own."""
+class ServerContext:
+    """A ZeroMQ context of sockets that listen, for clients that prove to own one CURVE key. Keys are in Z85.
 
-    def __init__(self, public: bytes) -> None:
-        self._public = public
+    Its authenticator serves all of its sockets, so it is not the context of other libraries.
+
+    Args:
+        secret, public: The keys of the sockets.
+        client_public: The key of all clients. If it is empty, a client needs the sockets' public key only.
+
+    Attributes:
+        context: The context, which has default options for sockets.
+    """
+
+    def __init__(self, secret: bytes, public: bytes, client_public: bytes) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._secret, self._public, self._client_public = secret, public, client_public
+        self._authenticator = ThreadAuthenticator(self.context)
+        if client_public:
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback("*", self)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a client's public key is accepted. The authenticator calls this."""
-        return bool(key == self._public)
+        return bool(key == self._client_public)
+
+    def bind(self, at: str | Path, port: int | None = None, *, most_waiting: int = 0) -> tuple[zmq.Socket[bytes], str]:
+        """Bind a ROUTER to a host, or to the path of a UNIX socket. Return it and its address.
+
+        Args:
+            port: The port; None for a free one of the host.
+            most_waiting: The number of messages of a client that wait in each direction; 0 for no limit.
+
+        Raises:
+            StartError: This process cannot listen there.
+        """
+        socket = self.context.socket(zmq.ROUTER)
+        socket.curve_secretkey, socket.curve_publickey = self._secret, self._public
+        socket.curve_server = True
+        # By default a ROUTER drops messages silently, beyond the high-water mark and to unknown peers.
+        socket.sndhwm = socket.rcvhwm = most_waiting
+        socket.router_mandatory = True
+        socket.router_handover = True
+        socket.backlog = BACKLOG  # ZeroMQ's own is 100, and refused connections are tried again much later
+        socket.linger = 0
+        try:
+            if isinstance(at, Path):
+                address = f"ipc://{at}"
+                socket.bind(address)
+                _logger.info("listening at %s", address)
+                return socket, address
+            socket.ipv6 = ":" in at
+            address = f"tcp://[{at}]" if ":" in at else f"tcp://{at}"
+            if port is None:
+                address = f"{address}:{socket.bind_to_random_port(address)}"
+            else:
+                address = f"{address}:{port}"
+                socket.bind(address)
+            _logger.info("listening at %s", address)
+            return socket, address
+        except zmq.ZMQError as error:
+            socket.close()
+            raise StartError(f"This process cannot listen at {at}: {error}.") from error
+
+    def close(self) -> None:
+        """Close all sockets, and stop the authenticator. Unsent messages are dropped."""
+        if self._authenticator.is_alive():
+            self._authenticator.stop()
+        self.context.destroy(linger=0)
 
 
 class Switchboard:
@@ -106,21 +164,16 @@ class Switchboard:
         host: str | None,
         ports: tuple[int, int] | None = None,
     ) -> None:
-        # A context of its own: the authenticator serves all sockets of its context, and users have theirs.
-        self._context = zmq.Context()
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", OneClientKey(client_public))
-        self._keys: dict[str, Any] = {"secret": server_secret, "public": server_public}
+        self._context = ServerContext(server_secret, server_public, client_public)
         self._directory, self._host = directory, host
         try:
             # The names and ports are known to engines that stay when the notebook ends.
             program_port, control_port = ports or (None, None)
             self.programs, self.program_url = self._open(Programs, _PROGRAMS_NAME, program_port)
             at = directory / _CONTROL_NAME if host is None else host
-            self.control, self.control_url = bind_router(self._context, at, port=control_port, **self._keys)
+            self.control, self.control_url = self._context.bind(at, control_port)
         except BaseException:
-            self._end()
+            self._context.close()
             raise
 
     @property
@@ -132,7 +185,7 @@ class Switchboard:
     def _open(self, kind: type[_P], name: str = "", port: int | None = None) -> tuple[_P, str]:
         if self._host is None:
             return kind(listener=Listener(self._directory, name)), ""
-        remote, url = bind_router(self._context, self._host, port=port, **self._keys)
+        remote, url = self._context.bind(self._host, port)
         return kind(remote), url
 
     def open_peers(self) -> tuple[Peers, str]:
@@ -143,56 +196,7 @@ class Switchboard:
         """Close both channels and stop the authenticator. Unsent messages are dropped."""
         self.programs.close()
         self.control.close()
-        self._end()
-
-    def _end(self) -> None:
-        self._authenticator.stop()
-        self._context.destroy(linger=0)
-
-
-def bind_router(
-    context: zmq.Context[Any],
-    at: str | Path,
-    *,
-    secret: bytes,
-    public: bytes,
-    port: int | None = None,
-    most_waiting: int = 0,
-) -> tuple[zmq.Socket[bytes], str]:
-    """Bind a ROUTER with these CURVE keys to a host, or to the path of a UNIX socket. Return it and its address.
-
-    Without a `port`, a free one of the host is used. `most_waiting` limits the messages that wait; 0 means no limit.
-
-    Raises:
-        StartError: This process cannot listen there.
-    """
-    socket = context.socket(zmq.ROUTER)
-    socket.curve_secretkey, socket.curve_publickey = secret, public
-    socket.curve_server = True
-    # By default a ROUTER drops messages silently, beyond the high-water mark and to unknown peers.
-    socket.sndhwm = socket.rcvhwm = most_waiting
-    socket.router_mandatory = True
-    socket.router_handover = True
-    socket.backlog = BACKLOG  # ZeroMQ's own is 100, and refused connections are tried again much later
-    socket.linger = 0
-    try:
-        if isinstance(at, Path):
-            address = f"ipc://{at}"
-            socket.bind(address)
-            _logger.info("listening at %s", address)
-            return socket, address
-        socket.ipv6 = ":" in at
-        address = f"tcp://[{at}]" if ":" in at else f"tcp://{at}"
-        if port is None:
-            address = f"{address}:{socket.bind_to_random_port(address)}"
-        else:
-            address = f"{address}:{port}"
-            socket.bind(address)
-        _logger.info("listening at %s", address)
-        return socket, address
-    except zmq.ZMQError as error:
-        socket.close()
-        raise StartError(f"This process cannot listen at {at}: {error}.") from error
+        self._context.close()
 
 
 class Peers:

@@ -6,15 +6,13 @@ import os
 import pickle
 import threading
 import time
-from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from distnb.errors import MessageError, RemoteError
 from distnb.servers.server_messages import Address, ServerReply, ServerRequest
 from distnb.servers.variables.storage.store import ShardStore
-from distnb.wire.channel import OneClientKey, Peers, bind_router
+from distnb.wire.channel import Peers, ServerContext
 from distnb.wire.tensors import encode_tensors
 from distnb.wire.unix_socket import Listener
 
@@ -39,15 +37,12 @@ class Service:
     """
 
     def __init__(self, directory: str, *, client_public: str, host: str | None) -> None:
-        self._context: zmq.Context[Any] | None = None
+        self._context: ServerContext | None = None
         remote, url, public = None, "", b""
         if host is not None:
-            self._context = zmq.Context()
-            self._authenticator = ThreadAuthenticator(self._context)
-            self._authenticator.start()
-            self._authenticator.configure_curve_callback("*", OneClientKey(client_public.encode()))
             public, secret = zmq.curve_keypair()
-            remote, url = bind_router(self._context, host, secret=secret, public=public)
+            self._context = ServerContext(secret, public, client_public.encode())
+            remote, url = self._context.bind(host)
         self._listener = Listener(directory)
         self._peers = Peers(remote, self._listener, recycles=True)
         self.address = Address(self._listener.path, url, public.decode())
@@ -68,8 +63,7 @@ class Service:
             self._thread.join()
         self._peers.close()
         if self._context is not None:
-            self._authenticator.stop()
-            self._context.destroy(linger=0)
+            self._context.close()
         os.close(self._end)
 
     def _serve(self) -> None:
