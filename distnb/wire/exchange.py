@@ -225,11 +225,17 @@ class Snapshot(NamedTuple):
         return self.bindings is None and self.pack is None
 
     @property
-    def changes_nothing(self) -> bool:
-        """True if it changes nothing that the engines keep, except that it releases objects."""
-        upkeep = self.upkeep
+    def sends_nothing(self) -> bool:
+        """True if the engines have all that it needs. It may release objects, and bind names again."""
+        upkeep, bindings = self.upkeep, self.bindings
         releases = upkeep is None or upkeep == Upkeep(release=upkeep.release)
-        return self.bindings is None and self.pack is None and self.surroundings is None and releases
+        binds = bindings is None or bindings.plain is None
+        return binds and self.pack is None and self.surroundings is None and releases
+
+    @property
+    def changes_nothing(self) -> bool:
+        """True if it changes nothing on the engines, except that it releases objects."""
+        return self.bindings is None and self.sends_nothing
 
 
 class Request(NamedTuple):

@@ -25,6 +25,7 @@ SETUP = """
 import os, random, time, torch
 torch.manual_seed(0)
 random.seed(0)
+ONE, TWO = 1.25, 2.5  # objects to which a name is bound again
 LR, n, k, name, extra, bad, rows, table = 0.5, 3, 2, 'a', 5, False, [1], {'a': [1]}
 data = torch.arange(3.)
 def helper(z, by=2):
@@ -124,6 +125,8 @@ def mark():
     helper.tag = n
 def change_default():
     helper.__defaults__ = (n,)
+def both():
+    return (float(made.sum()) if isinstance(made, torch.Tensor) else made) * LR
 closed, pured = keep(1), pure(2)
 made = 1
 """
@@ -142,6 +145,9 @@ _CALLS = [
 ]
 _OFTEN = [
     "scale",
+    "scale",
+    "both",
+    "both",
     "nested",
     "with_default",
     "train",
@@ -157,6 +163,10 @@ _OFTEN = [
 _HERE = [
     "LR = {f}",
     "LR = {i}",
+    "LR = ONE",
+    "LR = TWO",
+    "LR, made = ONE, first_made",
+    "LR, made = TWO, other_made",
     "n = {i}",
     "k = {i}",
     "name = 't{i}'",
@@ -247,6 +257,7 @@ def run_program(session: Session, steps: list[Step], acts: list[Callable[[Sessio
         exec(SETUP, namespace)
         run_cell(session, "random.seed(0)\ntorch.manual_seed(0)", "<setup>")
         session.cells.run(MODEL, strategy.spec, filename="<model>", in_scope=True)
+        exec("first_made, other_made = strategy.run(make), strategy.run(make)", namespace)
         for number, (kind, text) in enumerate(steps):
             try:
                 if kind == "here":

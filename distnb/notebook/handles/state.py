@@ -75,11 +75,16 @@ class RemoteState:
                     state.facts[replica] = fact._replace(holds=fact.holds + more)
 
     @property
+    def is_whole(self) -> bool:
+        """True if the engines have all components."""
+        return not (self.local or self.gone or self.apart)
+
+    @property
     def is_simple(self) -> bool:
-        """True if no engine was lost, and the object neither reads nor holds names of the notebook."""
+        """True if the engines have all of the object, and it neither reads nor holds names of the notebook."""
         waiting, seen = [self], {self.identity}
         for state in waiting:  # the loop appends to it
-            if state.local or state.gone or state.apart:
+            if not state.is_whole:
                 return False
             for fact in state.facts.values():
                 if fact.reads or any(isinstance(held, str) for held in fact.holds):

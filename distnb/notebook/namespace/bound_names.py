@@ -128,9 +128,12 @@ class BoundNames:
         )
 
     def _are_bound(self, names: tuple[str, ...], user_ns: Mapping[str, Any]) -> bool:
-        """Return whether the latest snapshot has bound the names that a call needs, and the notebook still has them."""
-        latest = self.latest
-        return latest is not None and set(names) <= set(latest) and all(name in user_ns for name in latest)
+        """Return whether the latest snapshot has bound the names that a call needs, and no bound name was deleted."""
+        return self.latest is not None and set(names) <= set(self.latest) and self.exist(user_ns)
+
+    def exist(self, user_ns: Mapping[str, Any]) -> bool:
+        """Return whether the notebook still has all names that are bound."""
+        return user_ns.keys() >= self._there
 
     def keep(self, user_ns: Mapping[str, Any], assigned: Collection[str]) -> tuple[str, ...]:
         """Return the notebook's names that stay bound on the engines although a program does not read them.

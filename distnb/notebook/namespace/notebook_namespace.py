@@ -368,7 +368,7 @@ class NotebookNamespace:
             upkeep=tracked.upkeep.take(),
         )
         tracked.drop_unreferenced()  # reported after this pack, which may refer to memory of these objects
-        if cell or described or not snapshot.changes_nothing:
+        if cell or described or not snapshot.sends_nothing:
             doubt()
         changing = not all(issubclass(type(value), type) or is_simple(value) for value in sections.values())
         tracked.note(snapshot, changing=changing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from distnb.notebook.doubts import latest_doubt
@@ -35,7 +35,7 @@ class CallPlan:
         fn: The function. Without a name, the same `lambda` or `def` may make it again for each call.
         found: The values that the call read.
         inquiry: The inquiry of the call's snapshot.
-        reads: The ids of the engine objects that the call read.
+        reads: The ids of the engine objects that the call read, with the names that these read and hold.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CallPlan:
         fn: types.FunctionType,
         found: SimpleReads,
         inquiry: Inquiry,
-        reads: Collection[ObjectId],
+        reads: frozenset[ObjectId],
     ) -> None:
         self.program = program
         self.spec = spec
@@ -67,7 +67,6 @@ class CallPlan:
         self._handles = {name: weakref.ref(value) for name, value in names.items() if type(value) in HANDLES}
         self._functions = [(each, FunctionParts(each)) for each in functions]
         self._parts = FunctionParts(fn)
-        self._bound = frozenset(tracked.bound.latest or ())
 
     @property
     def is_doubted(self) -> bool:
@@ -95,7 +94,7 @@ class CallPlan:
             if not parts.are_of(function):
                 return None
         # If a name was deleted that the engines have bound, an ordinary call deletes it there.
-        if not (user_ns.keys() >= self._bound and self.tracked.surroundings.are_current()):
+        if not (self.tracked.bound.exist(user_ns) and self.tracked.surroundings.are_current()):
             return None
         if self._data and not self.tracked.has({name: get(name) for name in self._data}):
             return None
@@ -118,7 +117,7 @@ class CallPlan:
             return tuple([self.coded(each, batch, reads) for each in value])
         elif kind in HANDLES:
             state = state_of_handle(value)
-            if state.tracked is self.tracked and state.is_simple:
+            if state.tracked is self.tracked and (state.identity in self.reads or state.is_simple):
                 reads.append(state.identity)
                 return [state.identity, "Mirrored" if isinstance(value, Mirrored) else "PerReplica"]
         elif value is batch:
@@ -128,11 +127,10 @@ class CallPlan:
                 return {name: self.coded(each, each, reads) for name, each in value.items()}
         raise UnplannedError
 
-    def rebind(self, values: Mapping[str, Any]) -> None:
-        """Note that the next call binds names to other values on the engines."""
+    def note_rebound(self, values: Mapping[str, Any]) -> None:
+        """Note that a call, of this plan or of another, binds names to other numbers or handles on the engines."""
         for name, value in values.items():
-            self.tracked.bound.send(name, value)
-            if type(value) in HANDLES:
-                self._handles[name] = weakref.ref(value)
-            else:
+            if name in self._names:
                 self._names[name] = value
+            elif name in self._handles:
+                self._handles[name] = weakref.ref(value)

@@ -6,7 +6,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distnb.notebook.handles.handle import HANDLES, state_of_handle
+from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.plans.call_plan import CallPlan, UnplannedError
 from distnb.options import StrategySpec
@@ -78,13 +78,17 @@ class CallPlans:
             values = {name: plan.coded(value, None, reads) for name, value in rebound.items()} if rebound else {}
         except UnplannedError:
             return None
-        if changed and not set().union(*changed).isdisjoint({*plan.reads, *reads}):
+        if changed and not set().union(*changed).isdisjoint(plan.reads.union(reads)):
             return None
         snapshot = self._namespace.snapshot_again(plan.tracked, plan.inquiry, changing=plan.is_changing)
         if snapshot is None:
             return None
+        for name, value in rebound.items():
+            plan.tracked.bound.send(name, value)
         if rebound:
-            plan.rebind(rebound)
+            for each in self._plans.values():
+                if each.tracked is plan.tracked:
+                    each.note_rebound(rebound)
         return NextCall(plan, snapshot, arguments, values)
 
     def make(
@@ -106,14 +110,13 @@ class CallPlans:
         is_sent = isinstance(snapshot.arguments, tuple)
         if not (is_ours or any(fn is each for each in found.functions)) or not is_sent or not _is_inert(snapshot):
             return False
-        handles = [value for value in found.names.values() if type(value) in HANDLES]
-        if not all(state_of_handle(each).is_simple for each in handles):
+        if not all(state_of_handle(each).is_whole for each in tracked.references.met.values()):
             return False
         key = id(fn.__code__), id(spec), method
         known = self._plans.get(key)
         if known is not None and known.rebound(fn, self._namespace.user_ns) == {}:
             return False
-        plan = CallPlan(program, spec, team, tracked, fn, found, snapshot.inquiry, [*tracked.references.met])
+        plan = CallPlan(program, spec, team, tracked, fn, found, snapshot.inquiry, frozenset(tracked.references.met))
         try:
             _coded(plan, given, self._namespace.batch, [])
         except UnplannedError:
@@ -145,4 +148,4 @@ def _coded(plan: CallPlan, given: Any, batch: Any, reads: list[ObjectId]) -> Any
 
 def _is_inert(snapshot: Snapshot) -> bool:
     inquiry = snapshot.inquiry
-    return snapshot.changes_nothing and not (inquiry.handles or inquiry.awaited)
+    return snapshot.sends_nothing and not (inquiry.handles or inquiry.awaited)

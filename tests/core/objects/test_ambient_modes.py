@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import logging
 import os
 import random
 import sys
@@ -14,7 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from distnb.objects.modes.environment import Environment, apply_environment, capture_environment, cell_began
+from distnb.objects.modes import python_modes, torch_modes
+from distnb.objects.modes.environment import (
+    Environment,
+    apply_environment,
+    capture_environment,
+    cell_began,
+    is_current,
+)
 from distnb.wire import codec
 from tests.support.worlds import DoubleWorld, distributed, modes_kept, ordinary
 
@@ -232,3 +240,35 @@ def test_the_default_device_of_another_process_maps_to_the_local_one(
     modes = Environment({"default device": sent, "default dtype": torch.float32}, cell=4).on(device)
     assert modes == Environment({"default device": set_here, "default dtype": torch.float32})
     assert modes.cell == 4
+
+
+_OTHERS: dict[str, Any] = {
+    "working directory": os.sep,
+    "import path": ("/elsewhere",),
+    "environment variables": {"DNB_MODE": "1"},
+    "log levels": {"dnb_mode": 10},
+    "default dtype": torch.float64,
+    "inference mode": True,
+    "gradients": False,
+    "default device": "meta",
+    "autocast": [("cpu", True, torch.bfloat16)],
+    "deterministic algorithms": (True, True),
+    "matmul precision": "medium",
+    "cudnn benchmark": not torch.backends.cudnn.benchmark,
+    "cudnn deterministic": not torch.backends.cudnn.deterministic,
+    "torch random state": torch.Generator().manual_seed(77).get_state().numpy().tobytes(),
+}
+
+
+def test_a_changed_mode_is_not_current() -> None:
+    logging.getLogger("dnb_mode")  # loggers of modules are not modes
+    modes = (*python_modes.MODES, *torch_modes.MODES)
+    assert {mode.name for mode in modes if mode.when == "call"} == _OTHERS.keys()
+    for mode in modes:
+        with modes_kept():
+            environment = capture_environment()
+            assert is_current(environment)
+            if mode.name in _OTHERS:
+                mode.apply(_OTHERS[mode.name])
+                assert not is_current(environment), mode.name
+                assert is_current(environment, random=False) == (mode.name == "torch random state")
