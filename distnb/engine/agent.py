@@ -226,6 +226,8 @@ class Agent:
     def perform(self, message: Any) -> Reply | PlannedReply:
         """Run one program to its end, and return the reply. It never raises."""
         kind = self.kinds.get(type(message)) or self._kind_of(message)
+        if not isinstance(message, PlannedCall):
+            streams.reset()  # a planned call leaves the replica's own stream in use
         replica = kind.replica(message)
         is_logged = _logger.isEnabledFor(logging.DEBUG)
         if is_logged:

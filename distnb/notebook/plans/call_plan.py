@@ -68,11 +68,6 @@ class CallPlan:
         self._functions = [(each, FunctionParts(each)) for each in functions]
         self._parts = FunctionParts(fn)
 
-    @property
-    def is_doubted(self) -> bool:
-        """True if something has changed since the plan was made."""
-        return self._doubt != latest_doubt()
-
     def rebound(self, fn: types.FunctionType, user_ns: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the names that are bound to other numbers or handles now; None if the plan does not hold."""
         if self._doubt != latest_doubt() or not self._parts.are_of(fn) or (self._is_named and fn is not self._fn):

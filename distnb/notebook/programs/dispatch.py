@@ -46,6 +46,7 @@ class Dispatch:
         self.latest = 0
         self.turn = threading.RLock()
         self._pending: dict[int, Outcome] = {}
+        self._is_logged = False  # whether the latest program's messages are logged
         self.interrupts = Interrupts()
         self.prompts = Prompts(supervisor, self.interrupts)
         programs.watch(supervisor.lost_fd)
@@ -71,7 +72,8 @@ class Dispatch:
             EngineDied, ReplicaStuck: An engine cannot run the program, which was not sent to any engine.
         """
         self.require_ready(engines)
-        if _logger.isEnabledFor(logging.DEBUG):
+        self._is_logged = _logger.isEnabledFor(logging.DEBUG)
+        if self._is_logged:
             _logger.debug("program %d, a %s, is sent to engines %s", program, type(message).__name__, engines)
         outcome = self._pending[program] = Outcome(program, engines, quiet=quiet, unstoppable=unstoppable)
         if quiet:
@@ -213,7 +215,7 @@ class Dispatch:
             message = Reply(program=outcome.program, status="error", error=message.error)
         outcome = self._pending.get(message.program)
         if outcome is not None:
-            if message.status != "ok":
+            if self._is_logged:
                 _logger.debug("engine %d replied to program %d: %s", engine, message.program, message.status)
             outcome.receive(engine, message)
             if outcome.quiet and message.status == "ok" and message.program not in self._supervisor.quiet:
