@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from distnb.errors import ProgramAborted
+from distnb.errors import ProgramAborted, StaleHandleError, UnassignedError
 from distnb.notebook.handles.handle import HANDLES
 from distnb.notebook.plans.call_plans import CallPlans
 from distnb.notebook.session import Session
@@ -308,8 +308,14 @@ def _pipelined(send: Callable[[], Future]) -> list[Any]:
 def _shown(value: Any) -> str:
     """Return a value on all replicas as text."""
     leaves, shape = structure.flatten(value)
-    shown = [list(map(repr, leaf.values)) if isinstance(leaf, HANDLES) else repr(leaf) for leaf in leaves]
-    return f"{shape} {shown}"
+    return f"{shape} {list(map(_shown_leaf, leaves))}"
+
+
+def _shown_leaf(leaf: Any) -> Any:
+    try:
+        return list(map(repr, leaf.values)) if isinstance(leaf, HANDLES) else repr(leaf)
+    except (StaleHandleError, UnassignedError) as error:
+        return str(error).partition("\n")[0]
 
 
 @contextmanager

@@ -27,13 +27,14 @@ def quick_result(
     first = replies[team.engines[0]]
     if type(first) is not PlannedReply:
         return MISSING
-    kind = type(first.returned)
+    value, kind = first.returned, type(first.returned)
     for reply in replies.values():
         if type(reply) is not PlannedReply or type(reply.returned) is not kind:
             return MISSING
+        if kind in BARE and not (reply.returned is value or same(reply.returned, value)):
+            return MISSING
     if kind in BARE:
-        value = first.returned
-        return value if all(same(reply.returned, value) for reply in replies.values()) else MISSING
+        return value
     if kind is not OwnNumber:
         return MISSING
     serial = first.serial

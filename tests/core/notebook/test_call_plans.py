@@ -88,8 +88,9 @@ def test_many_random_programs_are_the_same_without_plans(session: Session, capfd
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_plans_do_not_outlive_engines(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
-    assert sum(compare(session, seed, capfd, 40, [kill, resize]) for seed in range(20)) > 200
+def test_plans_do_not_outlive_engines(capfd: pytest.CaptureFixture[str]) -> None:
+    with started() as session:
+        assert sum(compare(session, seed, capfd, 40, [kill, resize]) for seed in range(20)) > 200
 
 
 # -- the cost of a call ------------------------------------------------------------------------------------------------
@@ -115,9 +116,9 @@ def end():
 @pytest.mark.parametrize(
     ("name", "wait", "here", "there"),
     [
-        ("nothing", True, 98, 164),
-        ("nothing", False, 107, 172),
-        ("number", True, 115, 180),
+        ("nothing", True, 104, 168),
+        ("nothing", False, 112, 172),
+        ("number", True, 119, 185),
     ],
 )
 def test_a_call_takes_few_calls_of_python(session: Session, name: str, wait: bool, here: int, there: int) -> None:
