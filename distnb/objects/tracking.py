@@ -221,6 +221,11 @@ class Tracker:
             self._records[name] = _Record(values[name], digests.by_name[name], parts_of(values[name]))
         return packed
 
+    @property
+    def is_settled(self) -> bool:
+        """True if no value has been packed tentatively since `settle`."""
+        return self._tentative is None
+
     def settle(self, refused: Collection[int] = ()) -> None:
         """End the use of the earlier numbers of values that were packed tentatively.
 

@@ -48,6 +48,14 @@ def grow():
 def put():
     table['a'].append(n)
     return len(table['a'])
+def renew():
+    global rows
+    rows = [n]
+    return rows
+def extend():
+    table['b'] = rows
+    rows.append(n)
+    return table
 def total():
     return float(data.sum()) + n
 def double():
@@ -138,7 +146,22 @@ optimizer = torch.optim.SGD(model.parameters(), 0.01)
 """
 
 _CALLS = [
-    *("scale", "count", "nested", "with_default", "read", "grow", "put", "total", "double", "draw", "seed_it", "modes"),
+    *(
+        "scale",
+        "count",
+        "nested",
+        "with_default",
+        "read",
+        "grow",
+        "put",
+        "renew",
+        "extend",
+        "total",
+        "double",
+        "draw",
+        "seed_it",
+        "modes",
+    ),
     *("set_dtype", "set_variable", "fail", "fail_on_one", "drop", "unset", "has_extra", "make", "make_number"),
     *("make_rows", "make_pair", "use", "change_made", "train", "training", "annotated", "closed", "pured", "mark"),
     *("change_default", "lambda: n + k", "lambda: LR", "lambda x=k: x"),

@@ -102,7 +102,7 @@ class EngineNamespace:
         objects.replica = replica
         self.teams.program_begins(snapshot.serial)
         torch.clear_autocast_cache()  # values that were cast in an earlier program may be out of date
-        if snapshot.changes_nothing:
+        if snapshot.changes_nothing and objects.tracker.is_settled:
             if snapshot.upkeep is not None:
                 objects.release(snapshot.upkeep.release)
         else:
@@ -362,7 +362,7 @@ class EngineNamespace:
     def has_changed(self, snapshot: Snapshot, names: Iterable[str]) -> bool:
         """Return whether one of the notebook's values of these names was changed in place."""
         objects = self.teams.of(snapshot.team)
-        values = {name: objects.tracker.root(name) for name in names}
+        values = {name: objects.tracker.root(name) for name in names if name in objects.tracker}
         describer = Describer(objects, snapshot.serial, snapshot.inquiry.most_nbytes)
         return bool(objects.tracker.lacking(values, objects.tracker.digest(values, create=lambda: describer.surveyor)))
 

@@ -49,7 +49,7 @@ class _Plan:
         """Find the functions, before the first call by plan."""
         (fn, *_), _ = self.message.snapshot.arguments
         self.fn = tracker.root(fn.name) if type(fn) is NamedArgument else fn
-        sections = {name: tracker.root(name) for name in self.inquiry.sections}
+        sections = {name: tracker.root(name) for name in self.inquiry.sections if name in tracker}
         functions = {name: value for name, value in sections.items() if has_constant_parts(value)}
         self.functions = [(each, FunctionParts(each)) for each in functions.values()]
         self.data = tuple(name for name in sections if name not in functions)

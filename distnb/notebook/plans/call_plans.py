@@ -69,8 +69,10 @@ class CallPlans:
         if type(fn) is not types.FunctionType:
             return None
         plan = self._plans.get((id(fn.__code__), id(spec), method))
-        rebound = plan.rebound(fn, self._namespace.user_ns) if plan is not None else None
-        if plan is None or rebound is None:
+        if plan is None or plan.tracked.may_be_changed:
+            return None  # an ordinary call waits for the calls under way that may change the notebook's objects
+        rebound = plan.rebound(fn, self._namespace.user_ns)
+        if rebound is None:
             return None
         reads: list[ObjectId] = []
         try:

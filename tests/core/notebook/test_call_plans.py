@@ -44,12 +44,14 @@ def interrupt(session: Session) -> None:
 
 def kill(session: Session) -> None:
     """Kill an engine, and replace it."""
+    os.environ.pop("DNB_PLANNED", None)  # the new process would begin with it
     lose(session, 1)
     session.restart(missing=True)
 
 
 def resize(session: Session) -> None:
     """Add an engine, or remove it again."""
+    os.environ.pop("DNB_PLANNED", None)
     session.resize(5 - len(session.status()))
 
 
