@@ -107,7 +107,7 @@ def test_nothing_is_left_and_what_lives_goes_on(real_processes: None, way: _Way,
         with Notebook(env=way.env) as notebook:
             notebook.run("import torch; torch.set_num_threads(1)")
             if phase != "start":
-                notebook.run(way.start, timeout_s=60)
+                notebook.run(way.start, timeout_s=120)
             message = notebook.start(cell)
             time.sleep(_TAKES_S[phase] * (number + chance.random()) / _ROUNDS[phase])
             if victim == "notebook":
@@ -116,7 +116,7 @@ def test_nothing_is_left_and_what_lives_goes_on(real_processes: None, way: _Way,
                 if found := _victims(victim, way):
                     with suppress(psutil.NoSuchProcess):
                         chance.choice(found).kill()
-                ended = notebook.finish(message, cell, timeout_s=60)
+                ended = notebook.finish(message, cell, timeout_s=120)
                 assert ended.error_name in ("", "StartError", "EngineDied", "ClusterError"), ended.traceback
                 if phase != "stop" and not ended.error_name:
                     # The news of a loss may take longer than the next line, and then end the next cell.
