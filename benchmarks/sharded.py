@@ -7,8 +7,9 @@ same blocks by torch's `fully_shard`, in torchrun's environment. Memory is count
 parameters, gradients and optimizer state; and, for a larger model (24 blocks, 303 MB), what its training adds to the
 resident memory of a process whose C library returns large blocks of memory (MALLOC_MMAP_THRESHOLD_).
 
-Targets: a step takes at most 1.05 times as long as with plain FSDP2. With n replicas, parameters, gradients and
-optimizer state take at most 1.2/n of their bytes on one replica, and so does resident memory.
+Targets: a step takes at most 0.6 times as long as with plain FSDP2. With n replicas, parameters, gradients and
+optimizer state take at most 1.2/n of their bytes on one replica, and so does resident memory. Memory that processes
+share counts for each of them in part.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def act_as_rank(contender: str) -> int:
     """Answer requests as a process: the seconds of one step, its bytes, or its resident memory."""
     contender, _, size = contender.partition(":")
     torch.set_num_threads(1)
-    before = psutil.Process().memory_full_info().uss
+    before = psutil.Process().memory_full_info().pss
     make = _with_fsdp if contender == "fsdp" else functools.partial(_with_distnb, contender)
     model, optimizer, steps = make(size, int(os.environ["WORLD_SIZE"]))
 
@@ -101,7 +102,7 @@ def act_as_rank(contender: str) -> int:
         seconds = steps(count) / count
         if name == "bytes":
             return float(_nbytes(model, optimizer))
-        return float(psutil.Process().memory_full_info().uss - before) if name == "resident" else float(seconds)
+        return float(psutil.Process().memory_full_info().pss - before) if name == "resident" else float(seconds)
 
     return serve(measure)
 
@@ -127,7 +128,7 @@ def main() -> int:
             ranks = {name: _ranks(stack, each, "small", replicas) for name, each in contenders.items()}
             measures = {name: functools.partial(each.step, "step", given.steps) for name, each in ranks.items()}
             timed = compare(measures, rounds=given.rounds, warmup=2)
-            target = Target("sharded", "plain FSDP2", at_most=1.05)
+            target = Target("sharded", "plain FSDP2", at_most=0.6)
             met &= report(f"a training step, {replicas} replicas", timed, baseline="plain FSDP2", targets=[target])
             nbytes = {name: (each.step("bytes", 1),) for name, each in ranks.items()} | {"one replica": (whole,)}
         target = Target("sharded", "one replica", at_most=1.2 / replicas)

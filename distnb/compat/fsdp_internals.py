@@ -13,9 +13,12 @@ with private_names("torch"):
     from torch import nn
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 __all__ = [
+    "DefaultAllGather",
+    "DefaultReduceScatter",
     "UnitGradients",
     "adopt_changes",
     "changed_in_forward",
@@ -334,6 +337,8 @@ def reset(root: Any) -> None:
     """
     if root._get_fsdp_state()._is_root is None:
         return  # it was never called, and FSDP has not prepared what a reset reads
+    for group in (group for unit in _units(root) for group in _groups(unit)):
+        group._all_gather_result = None  # a reset would wait for the work, which has failed
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:

@@ -93,9 +93,14 @@ class ShardedPasses:
         self.roots.discard(root)
         self._in_graphs.clear()
 
-    def observe(self, unit: Any) -> None:
-        """Observe the gradients of a unit."""
-        fsdp_internals.observe(unit, self._before_reduction, self._after_reduction)
+    def observe(self, unit: Any, begin_reduction: Callable[[], None]) -> None:
+        """Observe the gradients of a unit. `begin_reduction` is called before FSDP reduces them."""
+
+        def before(gradients: fsdp_internals.UnitGradients) -> None:
+            self._before_reduction(gradients)
+            begin_reduction()
+
+        fsdp_internals.observe(unit, before, self._after_reduction)
 
     # What autograd calls ----------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from distnb.sharded.meshes import note_mesh
 from distnb.sharded.parts import fill_part, is_whole, local_part, part_of
 from distnb.sharded.passes import ShardedPasses
 from distnb.sharded.plain_modules import release
+from distnb.sharded.shared_collectives import AllGather, ReduceScatter
 from distnb.sharded.units import forward_roots, split_by_dtype, units_of
 from distnb.sharded.whole_copies import copy_module, holds_shards
 from distnb.strategies.sharded import MIN_SIZE, Precision, UnitPredicate
@@ -251,6 +252,8 @@ class ShardedModules:
             # program would change the copies, and compute with those from before a change.
             "reshard_after_forward": True,
         }
+        group: Any = self.mesh.get_group("shard")
+        all_gather, reduce_scatter = AllGather(group), ReduceScatter(group)
         for module in [*(unit for _, unit in units), root]:
             self._forwards.observe(module)
             unit = fully_shard(module, **options)
@@ -258,7 +261,9 @@ class ShardedModules:
             fsdp_internals.copy_by(unit, _deep_copy)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            self._passes.observe(unit)
+            unit.set_custom_all_gather(all_gather)
+            unit.set_custom_reduce_scatter(reduce_scatter)
+            self._passes.observe(unit, reduce_scatter.begin)
         is_filled = self._fill(root, made, values)
         self._passes.add(root)
         self._forwards.add(root, is_filled=is_filled)

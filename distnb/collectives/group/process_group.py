@@ -23,7 +23,7 @@ from distnb.collectives.eager import methods_always_eager
 from distnb.collectives.group.backends import Backends
 from distnb.collectives.group.communicator import Beginning, Communicator
 from distnb.collectives.group.work import DeviceWork, HostWork, Message, Staging, positive_seconds
-from distnb.collectives.shared_memory.shared_sum import SharedWork
+from distnb.collectives.shared_memory.shared_sum import SHARDS, SharedSum, SharedWork
 from distnb.collectives.verify import callsite, signature
 from distnb.collectives.verify.collective_log import CollectiveRecord
 from distnb.collectives.verify.program_calls import ProgramCalls
@@ -332,6 +332,10 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         current.open[number] = inner
         return HostWork(current, inner, begun, staging)
 
+    def shared_memory(self, kind: str) -> SharedSum | None:
+        """Return the memory that the replicas share for tensors of a device type, or None (on all replicas)."""
+        return self.ready()[0].shared if self._in_memory and self._carried_as(kind) == "cpu" else None
+
     def start_in_memory(
         self, key: Key, tensor: Tensor, op: str, sources: Sequence[int] | None = None, wanted: bool = True
     ) -> SharedWork | None:
@@ -346,8 +350,8 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         Returns:
             The work, or None (on all replicas) if such a tensor or this group needs a backend.
         """
-        shared = self.ready()[0].shared
-        if shared is None or not self._in_memory or self._carried_as(key[3]) != "cpu" or not shared.accepts(tensor, op):
+        shared = self.shared_memory(key[3])
+        if shared is None or not shared.accepts(tensor, op):
             return None
 
         def begin(current: Communicator, backends: Backends, arrival: Arrival) -> SharedWork:
@@ -355,6 +359,34 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             own = current.shared.post(tensor, current, arrival.number, wanted)
             return SharedWork(current.shared, own, tensor, op, current, arrival, sources)
 
+        return self._enter_in_memory(key, begin)
+
+    def start_sharded(self, key: Key, shard: Tensor, whole: Tensor, op: str) -> SharedWork | None:
+        """Begin a reduce-scatter of whole tensors, or a gather of shards, in memory that the replicas share.
+
+        Args:
+            shard: The tensor for this replica's part of the result, or this replica's shard.
+            whole: This replica's tensor to reduce, or the tensor for the shards of all.
+            op: "sum", "mean", "max" or "min" for a reduce-scatter, "shards" for a gather.
+
+        Returns:
+            The work, or None (on all replicas) if such a tensor or this group needs a backend.
+        """
+        shared = self.shared_memory(key[3])
+        if shared is None or not shared.accepts_sharded(whole.numel(), whole.dtype, op):
+            return None
+
+        def begin(current: Communicator, backends: Backends, arrival: Arrival) -> SharedWork:
+            assert current.shared is not None
+            if op == SHARDS:
+                own = current.shared.post_shard(shard, whole, current, arrival.number)
+                return SharedWork(current.shared, own, whole, op, current, arrival)
+            own = current.shared.post(whole, current, arrival.number)
+            return SharedWork(current.shared, own, shard, op, current, arrival, scatters=True)
+
+        return self._enter_in_memory(key, begin)
+
+    def _enter_in_memory(self, key: Key, begin: Callable[[Communicator, Backends, Arrival], SharedWork]) -> SharedWork:
         current, number, work = self._enter(signature.record(key), self._patience_s, begin)
         current.limit(number, work, self._patience_s)
         return work

@@ -1,10 +1,11 @@
 """Reductions and gathers in memory that the replicas of one machine share: several times faster than Gloo.
 
-Each replica has a header and an area that only it writes to:
+Each replica has a header and an area that only it writes to. All write to the two common areas:
 
-    collective log │ header 0 │ header 1 │ … │ area 0 │ area 1 │ …
+    collective log │ header 0 │ header 1 │ … │ area 0 │ area 1 │ … │ common area 0 │ common area 1
     header         posted │ done │ news │ (unused) │ offsets of 256 slots
     area           tensors, each at the beginning of a cache line
+    common area    one tensor of which each replica has written its shard
 
 To reduce a tensor, a replica copies it to its area, writes its offset to the header, and then raises `posted`. It waits
 until the others have raised theirs, and adds up the tensors of all areas in replica order, so that every replica gets
@@ -22,6 +23,13 @@ For example, operation 5 sums two tensors of 1 KB. Replica 0 arrives first, and 
     reads 5: adds up area 0 and area 1              reads 5 in header 0: adds up area 0 and area 1
     done = 5                                        done = 5
 
+The tensors of sharded models are not copied: `room` is the memory in which a replica computes the tensor that it is
+about to post. A reduce-scatter adds up the own parts of the tensors in all areas. `common_room` is the memory of a
+tensor that is gathered from shards. Each replica writes its shard there, posts, and reads all of them in place when the
+others have posted; gathers use the two common areas in turn. A replica gets no common room while any replica reads the
+area's last tensor. It then posts its shard in its own area, and the others copy it to the common area, all of them the
+same bytes.
+
 Memory order. No replica takes a lock. A reader that sees `posted = 5` must also see the tensor and the offset, which
 were written before. x86 never reorders plain stores, nor plain loads, so the order in the source is enough; C calls
 between the stores keep the compiler from moving them. ARM reorders both, so Gloo is used there. The waiting replica
@@ -33,6 +41,7 @@ mismatch.
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 import sys
 from collections.abc import Sequence
@@ -48,18 +57,20 @@ from distnb.errors import CollectiveError
 if TYPE_CHECKING:
     from distnb.collectives.group.communicator import Communicator
 
-__all__ = ["GATHER", "SharedSum", "SharedWork", "nbytes"]
+__all__ = ["GATHER", "SHARDS", "SharedSum", "SharedWork", "nbytes"]
 
-GATHER = "gather"
+GATHER, SHARDS = "gather", "shards"
 
 _PAGE = 4096
 _LINE = 64
 _AREA_NBYTES = 2**30  # of addresses: a page takes memory once it is written to
 _MOST_NBYTES = 16 * 2**20
+_MOST_SHARDED_NBYTES = 256 * 2**20  # of a tensor that would otherwise need as much memory of its own
 _SLOTS = 256  # the number of operations that a replica may have under way
 _POSTED, _DONE, _NEWS, _OFFSETS = 0, 1, 2, 16  # the number of words in a replica's header
 _WORDS = _OFFSETS + _SLOTS
 _HEADER_NBYTES = -(-4 * _WORDS // _LINE) * _LINE
+_IN_COMMON = 2**32 - 2  # in place of an offset: this, or 1 more, for the first or second common area
 _KNOWN_VIEWS = 256
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -84,7 +95,7 @@ _syscall.restype = ctypes.c_long
 
 def nbytes(size: int) -> int:
     """Return the size of the areas of this number of replicas, behind a collective log, in bytes."""
-    return _PAGE + size * (_HEADER_NBYTES + _AREA_NBYTES) + _PAGE if _POSSIBLE else 0
+    return _PAGE + size * _HEADER_NBYTES + (size + 2) * _AREA_NBYTES + _PAGE if _POSSIBLE else 0
 
 
 class SharedSum:
@@ -99,11 +110,15 @@ class SharedSum:
         self._words = [(ctypes.c_uint32 * _WORDS).from_buffer(memory, head) for head in heads]
         self._addresses = [ctypes.addressof(words) for words in self._words]
         begin = -(-(base + size * _HEADER_NBYTES) // _PAGE) * _PAGE
-        self._areas = [
-            torch.frombuffer(memory, dtype=torch.uint8, count=_AREA_NBYTES, offset=begin + rank * _AREA_NBYTES)
-            for rank in range(size)
-        ]
+        with torch.inference_mode(False):  # tensors made in it could not be written to outside it
+            self._areas = [
+                torch.frombuffer(memory, dtype=torch.uint8, count=_AREA_NBYTES, offset=begin + index * _AREA_NBYTES)
+                for index in range(size + 2)
+            ]
+        self._begins = [area.data_ptr() for area in self._areas]
         self._number = 0
+        self._gathers = 0  # the number of tensors that were gathered from shards
+        self._last_in = [0, 0]  # the number of the last operation in each common area
         self._under_way: list[tuple[int, int, int]] = []  # (number, begin, end) of tensors that others may still read
         self._finished: set[int] = set()
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -120,7 +135,23 @@ class SharedSum:
             return False
         return op == GATHER or (op in _COMBINE and tensor.dtype in _DTYPES)
 
+    def accepts_sharded(self, numel: int, dtype: torch.dtype, op: str) -> bool:
+        """Return whether a tensor can be scattered after its reduction, or gathered from shards, here."""
+        return 0 < numel * dtype.itemsize <= _MOST_SHARDED_NBYTES and (op == SHARDS or dtype in _DTYPES)
+
     # Writing -------------------------------------------------------------------------------------------------
+
+    def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return memory for the tensor of the next operation, which `post` then does not copy. None if it is full."""
+        begin = self._free(numel * dtype.itemsize) if self.accepts_sharded(numel, dtype, "sum") else None
+        return None if begin is None else self._view(self._me, begin, (numel,), dtype)
+
+    def common_room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return memory for the tensor that the next operation gathers from shards. None while a replica uses it."""
+        index = self._gathers % 2
+        if not self.accepts_sharded(numel, dtype, SHARDS) or self._last_in[index] > self._read():
+            return None
+        return self._view(self.size + index, 0, (numel,), dtype)
 
     def post(self, tensor: torch.Tensor, communicator: Communicator, number: int, wanted: bool = True) -> int:
         """Copy a tensor to this replica's area and notify the others. Return the operation's number here.
@@ -128,31 +159,54 @@ class SharedSum:
         Call it in the order of the collectives, one at a time. With `wanted` False the tensor is not copied; only its
         size is used.
         """
+        size = tensor.numel() * tensor.dtype.itemsize
+        begin = tensor.data_ptr() - self._begins[self._me]
+        if not 0 <= begin < _AREA_NBYTES:
+            begin = self._room(size, communicator, number)
+            if wanted:
+                self._view(self._me, begin, tensor.shape, tensor.dtype).copy_(tensor.detach())
+        self._under_way.append((self._number + 1, begin, begin + -(-size // _LINE) * _LINE))
+        return self._notify(begin // _LINE)
+
+    def post_shard(self, shard: torch.Tensor, whole: torch.Tensor, communicator: Communicator, number: int) -> int:
+        """Post this replica's shard of a tensor, which may be in the common room."""
+        index = self._gathers % 2
+        self._gathers += 1
+        self._last_in[index] = self._number + 1
+        if whole.data_ptr() == self._begins[self.size + index]:
+            return self._notify(_IN_COMMON + index)
+        return self.post(shard, communicator, number)
+
+    def _notify(self, offset: int) -> int:
+        """Begin an operation: notify the others where this replica's tensor is. Return the operation's number here."""
         own = self._number = self._number + 1
-        begin = self._room(tensor.numel() * tensor.dtype.itemsize, own, communicator, number)
-        if wanted:
-            self._view(self._me, begin, tensor).copy_(tensor.detach())
         words = self._words[self._me]
-        words[_OFFSETS + own % _SLOTS] = begin // _LINE
+        words[_OFFSETS + own % _SLOTS] = offset
         words[_POSTED] = own
         _syscall(_SYS_FUTEX, self._addresses[self._me], _FUTEX_WAKE, self.size, None, None, 0)
         return own
 
-    def _room(self, size: int, own: int, communicator: Communicator, number: int) -> int:
-        """Return a free place in the area, as near to the beginning as possible, where caches are warm."""
+    def _read(self) -> int:
+        """Return the number of the last operation that no replica reads any longer, nor any before it."""
+        return min([words[_DONE] for words in self._words])  # this replica reads its own part, too, and may be the last
+
+    def _free(self, size: int) -> int | None:
+        """Return a free place in the area, as near to the beginning as possible, where caches are warm; or None."""
         size = -(-size // _LINE) * _LINE
+        read = self._read()
+        self._under_way = occupied = [entry for entry in self._under_way if entry[0] > read]
+        begin = 0
+        for _, other, end in sorted(occupied, key=lambda entry: entry[1]):
+            if begin + size <= other:
+                break
+            begin = max(begin, end)
+        return begin if begin + size <= _AREA_NBYTES and len(occupied) < _SLOTS else None
+
+    def _room(self, size: int, communicator: Communicator, number: int) -> int:
+        """Wait for a free place in the area."""
         while True:
-            # The least number over all replicas, including this one, which reads its own part, too, and may be the
-            # last.
-            read = min([words[_DONE] for words in self._words])
-            self._under_way = occupied = [entry for entry in self._under_way if entry[0] > read]
-            begin = 0
-            for _, other, end in sorted(occupied, key=lambda entry: entry[1]):
-                if begin + size <= other:
-                    break
-                begin = max(begin, end)
-            if begin + size <= _AREA_NBYTES and len(occupied) < _SLOTS:
-                occupied.append((own, begin, begin + size))
+            read = self._read()
+            if (begin := self._free(size)) is not None:
                 return begin
             if self._words[self._me][_DONE] == read:
                 raise CollectiveError(
@@ -180,12 +234,22 @@ class SharedSum:
     # Reading -------------------------------------------------------------------------------------------------
 
     def collect(self, own: int, tensor: torch.Tensor, op: str, work: SharedWork) -> list[torch.Tensor]:
-        """Wait for the others. Write a reduction's result into the tensor, or return a gather's tensors."""
+        """Wait for the others. Write a reduction's result into the tensor, or return a gather's tensors.
+
+        A tensor gathered from shards may be in a common area, which is used again when `done` is called for it.
+        """
         sources = work.sources
         if not self.posted(own, sources):
             self._wait_for(sources, own, work)
+        if op == SHARDS:
+            self._complete(own, tensor)
+            work.communicator.finished(work)  # so that nothing refers to the work, whose end calls `done`
+            return [tensor]
         slot = _OFFSETS + own % _SLOTS
-        views = [self._view(rank, self._words[rank][slot] * _LINE, tensor) for rank in sources]
+        shift = self._me * tensor.numel() * tensor.dtype.itemsize if work.scatters else 0
+        views = [
+            self._view(rank, self._words[rank][slot] * _LINE + shift, tensor.shape, tensor.dtype) for rank in sources
+        ]
         if op == GATHER:
             gathered = [view.to(tensor.device, copy=True) for view in views]
             self.done(own)
@@ -202,6 +266,18 @@ class SharedSum:
                 tensor.detach().copy_(target)
         self.done(own)
         return [tensor]
+
+    def _complete(self, own: int, whole: torch.Tensor) -> None:
+        """Copy the shards of the other replicas that are not in their places."""
+        shards = whole.view(self.size, -1)
+        nbytes = shards[0].numel() * whole.dtype.itemsize
+        for rank in self._others:
+            offset = self._words[rank][_OFFSETS + own % _SLOTS]
+            is_common = offset >= _IN_COMMON
+            area = self.size + offset - _IN_COMMON if is_common else rank
+            begin = rank * nbytes if is_common else offset * _LINE
+            if self._begins[area] + begin != whole.data_ptr() + rank * nbytes:
+                shards[rank].copy_(self._view(area, begin, shards[rank].shape, whole.dtype))
 
     def _wait_for(self, ranks: Sequence[int], own: int, work: SharedWork) -> None:
         communicator = work.communicator
@@ -245,20 +321,26 @@ class SharedSum:
             finally:
                 communicator.waited()
 
-    def _view(self, rank: int, begin: int, tensor: torch.Tensor) -> torch.Tensor:
-        key = (rank, begin, tensor.shape, tensor.dtype)
+    def _view(self, area: int, begin: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        key = (area, begin, shape, dtype)
         view = self._views.get(key)
         if view is None:
             if len(self._views) >= _KNOWN_VIEWS:
                 self._views.clear()
-            size = tensor.numel() * tensor.dtype.itemsize
-            view = self._areas[rank][begin : begin + size].view(tensor.dtype).view(tensor.shape)
+            size = math.prod(shape) * dtype.itemsize
+            view = self._areas[area][begin : begin + size].view(dtype).view(shape)
             self._views[key] = view
         return view
 
 
 class SharedWork:
-    """A reduction or gather under way, of all tensors or those of some sources in this order."""
+    """A reduction or gather under way.
+
+    Args:
+        tensor: The tensor for the result, or the one that is gathered.
+        sources: The replicas whose tensors are read, in this order; None means all.
+        scatters: Whether the tensor gets this replica's part of the result.
+    """
 
     def __init__(
         self,
@@ -269,6 +351,7 @@ class SharedWork:
         communicator: Communicator,
         arrival: Arrival,
         sources: Sequence[int] | None = None,
+        scatters: bool = False,
     ) -> None:
         self._shared = shared
         self._own = own
@@ -278,6 +361,7 @@ class SharedWork:
         self.number = arrival.number
         self._arrival = arrival
         self.sources = range(shared.size) if sources is None else sources
+        self.scatters = scatters
 
     def wait(self) -> None:
         """Wait for the end, when the tensor holds the result."""
@@ -309,6 +393,6 @@ class SharedWork:
         return self._shared.posted(self._own, self.sources)
 
     def __del__(self) -> None:
-        # Nobody waits for it, so the others' data is no longer needed.
-        if self._tensor is not None:
+        # Nobody waits for it, or reads a common area, so the others' data is no longer needed.
+        if self._tensor is not None or self._op == SHARDS:
             self._shared.done(self._own)

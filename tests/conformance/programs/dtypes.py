@@ -209,6 +209,39 @@ class WithBuffers(nn.Module):
         return self.layer(x) * self.mask + self.offset * self.scratch
 
 
+_POLICY = "torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.{}, reduce_dtype=torch.{})"
+
+
+@program(
+    under=("sharded",),
+    dtype="float32",
+    tolerance=0.03,
+    cases={
+        name: {"options": {"min_size": "0", "mixed_precision": policy}}
+        for name, policy in {
+            "bfloat16": "'bfloat16'",
+            "float16": "'float16'",
+            "sums in bfloat16": _POLICY.format("bfloat16", "bfloat16"),
+            "sums in float16": _POLICY.format("float16", "float16"),
+        }.items()
+    },
+)
+def mixed_precision():
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 2))
+        model[2].weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        x, y = batch
+        optimizer.zero_grad()
+        mse(model(x).float(), y).backward()
+        optimizer.step()
+
+    train(step, rows(10, 3), rows(10, 2, seed=2))
+    return {"model": whole(model)}
+
+
 @program()
 def buffers_of_several_dtypes():
     with strategy.scope():

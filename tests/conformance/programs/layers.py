@@ -47,6 +47,26 @@ def frozen_and_thawed():
     return {"model": whole(model)}
 
 
+@program(under=("sharded",), cases={str(depth): {"depth": depth} for depth in (0, 1, 3)}, options={"min_size": "0"})
+def units_gathered_in_advance(depth):
+    with strategy.scope():
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(5)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if hasattr(model[0], "unshard"):
+        for number, unit in enumerate(model):
+            unit.set_modules_to_forward_prefetch(list(model[number + 1 : number + 1 + depth]))
+            unit.set_modules_to_backward_prefetch(list(model[max(0, number - depth) : number])[::-1])
+        model[1].set_reshard_after_forward(depth == 1)
+
+    def step(x):
+        optimizer.zero_grad()
+        distnb.nn.compute_average_loss(model(x).square().mean(dim=1)).backward()
+        optimizer.step()
+
+    train(step, rows(10, 3))
+    return {"model": whole(model)}
+
+
 @program()
 def replaced_head():
     with strategy.scope():

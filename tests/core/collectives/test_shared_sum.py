@@ -46,8 +46,30 @@ def stay():
 def test_many_simultaneous_random_reductions_are_correct(n: int) -> None:
     program = """
     import random
-    choose = random.Random(7)
-    waiting = []
+    from distnb.collectives.shared_memory.shared_sum import SHARDS
+    from distnb.collectives.verify.signature import of_tensors
+    choose, alone = random.Random(7), random.Random(rank)
+    waiting, shards = [], []
+    memory = group.process_group.shared_memory("cpu")
+
+    def start(whole, shard, op):
+        return group.process_group.start_sharded(of_tensors(op, None, None, [whole]), shard, whole, op)
+
+    def gather_shards(number, numel):
+        # In the common memory, or where this replica chooses to have it.
+        whole = memory.common_room(size * numel, torch.float32) if alone.random() < 0.7 else None
+        whole = torch.empty(size * numel) if whole is None else whole
+        shard = whole.view(size, -1)[rank].fill_(number + 1000 * rank)
+        shards.append((start(whole, shard, SHARDS), whole, number, numel))
+
+    def scatter(number, numel):
+        whole = memory.room(size * numel, torch.float32) if alone.random() < 0.7 else None
+        whole = torch.empty(size * numel) if whole is None else whole
+        whole.view(size, -1).copy_(torch.arange(1.0, size + 1).unsqueeze(1) * (rank + 1)).add_(number)
+        shard = torch.empty(numel)
+        expected = size * number + (rank + 1) * size * (size + 1) // 2
+        waiting.append((start(whole, shard, "sum"), shard, expected))
+
     for number in range(600):
         numel = choose.choice([1, 5, 1000, 60_000, 400_000])
         dtype = choose.choice([torch.float32, torch.float64, torch.int64, torch.bfloat16])
@@ -61,6 +83,13 @@ def test_many_simultaneous_random_reductions_are_correct(n: int) -> None:
         if choose.random() < 0.1:
             gathered = group.all_gather(torch.tensor([rank, number]))
             assert [each.tolist() for each in gathered] == [[r, number] for r in range(size)]
+        if choose.random() < 0.3:
+            choose.choice([gather_shards, scatter])(number, choose.choice([1, 1000, 100_000]))
+        while len(shards) > alone.randrange(5):
+            work, whole, value, numel = shards.pop(0)
+            work.wait()
+            assert (whole.view(size, -1) == torch.arange(size).unsqueeze(1) * 1000 + value).all(), value
+            del work
         while len(waiting) > choose.randrange(12):
             work, done, value = waiting.pop(choose.randrange(len(waiting)))
             work.wait()
