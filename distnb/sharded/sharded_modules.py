@@ -28,15 +28,15 @@ from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.compat import fsdp_internals, torch_internals
 from distnb.errors import ContextError
 from distnb.options import StrategySpec
-from distnb.sharded.forward_passes import ForwardPasses
 from distnb.sharded.making.construction import Construction
 from distnb.sharded.making.initial_values import InitialValues, blank, complete
 from distnb.sharded.making.lost_values import require_values
 from distnb.sharded.meshes import note_mesh
 from distnb.sharded.parts import fill_part, is_whole, local_part, part_of
-from distnb.sharded.passes import ShardedPasses
 from distnb.sharded.plain_modules import release
-from distnb.sharded.shared_collectives import AllGather, ReduceScatter
+from distnb.sharded.train_steps.forward_passes import ForwardPasses
+from distnb.sharded.train_steps.passes import ShardedPasses
+from distnb.sharded.train_steps.shared_collectives import AllGather, ReduceScatter
 from distnb.sharded.units import forward_roots, split_by_dtype, units_of
 from distnb.sharded.whole_copies import copy_module, holds_shards
 from distnb.strategies.sharded import MIN_SIZE, Precision, UnitPredicate

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distnb.accelerators import torch_device
-from distnb.collectives.gradients.optimizer_steps import optimized
+from distnb.collectives.eager import always_eager
+from distnb.collectives.gradients.optimizer_steps import SurroundedSteps, optimized, with_closure_called
 from distnb.collectives.gradients.parameter_groups import Identity
 from distnb.collectives.verify import callsite
 from distnb.errors import ContextError, OptionError
@@ -29,8 +29,9 @@ from distnb.sharded.keras import library_objects
 from distnb.sharded.making.construction import Construction, in_constructor
 from distnb.sharded.making.lost_values import require_values
 from distnb.sharded.parts import is_whole, part_of
-from distnb.sharded.passes import ShardedPasses
 from distnb.sharded.sharded_modules import ShardedModules
+from distnb.sharded.train_steps.local_steps import LocalStep
+from distnb.sharded.train_steps.passes import ShardedPasses
 from distnb.sharded.whole_copies import holds_shards
 from distnb.strategies.sharded import not_elementwise
 from distnb.variables.elementwise import is_elementwise
@@ -83,7 +84,8 @@ class ShardedSpmd(Spmd):
         self._sharded: ShardedModules
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # see `follow_loading`
         super().__init__(process, strategy)
-        register_optimizer_step_pre_hook(self._before_step)
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep] = weakref.WeakKeyDictionary()
+        SurroundedSteps(self._has_shards, self._before_step, self._after_step)
         library_hooks.install(self)
 
     def _make_registration(self) -> Registration:
@@ -198,7 +200,6 @@ class ShardedSpmd(Spmd):
         if any(self._sharded.owns(each) for each in optimizer.param_groups[-1]["params"]):
             if not is_elementwise(type(optimizer)) or isinstance(optimizer, torch.optim.SparseAdam):
                 raise not_elementwise(optimizer)
-            _require_operations(optimizer)
             self.follow_loading(optimizer)
 
     def follow_loading(self, optimizer: torch.optim.Optimizer) -> None:
@@ -231,8 +232,22 @@ class ShardedSpmd(Spmd):
                 whole.register_hook(self._passes.aggregated)  # outside of `run`, gradients are equal on all replicas
         return whole
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _has_shards(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(map(self._sharded.owns, optimized(optimizer)))
+
+    @always_eager
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        args, kwargs = with_closure_called(args, kwargs)
         self._passes.check_step(optimizer)
+        if args[0] is not optimizer:
+            return args, kwargs  # it has parameters of another strategy, too
+        step = self._steps[optimizer] = LocalStep(optimizer)
+        return (step.stand_in, *args[1:]), kwargs
+
+    @always_eager
+    def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if (step := self._steps.pop(optimizer, None)) is not None:
+            step.end(optimizer)
 
 
 def _is_of_shards(error: Exception) -> bool:
@@ -240,19 +255,6 @@ def _is_of_shards(error: Exception) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_of_torch = frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor.")
     return is_of_torch or "mixed torch.Tensor and DTensor" in str(error)
-
-
-def _require_operations(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OptionError for an optimizer that uses operations which torch does not have for sharded tensors."""
-    is_fused = optimizer.param_groups[-1].get("fused") and not isinstance(optimizer, torch.optim.Adam)
-    if is_fused or isinstance(optimizer, torch.optim.Rprop):
-        what, cure = type(optimizer).__name__, "Use another optimizer."
-        if is_fused:
-            what, cure = f"{what}(fused=True)", "Leave out the option."
-        raise OptionError(
-            f"{what} cannot update the parameters of a ShardedStrategy: torch has no such operation for sharded "
-            f"tensors. {cure}"
-        )
 
 
 def _divide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

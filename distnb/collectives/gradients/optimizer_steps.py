@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +20,21 @@ from distnb.collectives.eager import always_eager
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, Mirror, ParameterGroup, find_mirror
 from distnb.collectives.gradients.replica_comparison import find_unlike
+from distnb.compat import torch_internals
 from distnb.errors import UnsyncedGradientError
 
 if TYPE_CHECKING:
     from distnb.collectives.gradients.gradient_sync import GradientSync
 
-__all__ = ["changed_by_hand", "guard_optimizers", "note_versions", "optimized", "writes"]
+__all__ = [
+    "SurroundedSteps",
+    "changed_by_hand",
+    "guard_optimizers",
+    "note_versions",
+    "optimized",
+    "with_closure_called",
+    "writes",
+]
 
 
 class _Steps:
@@ -58,6 +67,52 @@ class _Steps:
 
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
+
+
+class SurroundedSteps:
+    """Functions that are called right before and after steps of optimizers, within all other hooks.
+
+    Args:
+        surrounds: Returns whether the functions are called for a step of an optimizer.
+        before, after: Hooks as of torch's optimizers. `after` is not called for a step that fails.
+    """
+
+    def __init__(
+        self,
+        surrounds: Callable[[torch.optim.Optimizer], bool],
+        before: Callable[[torch.optim.Optimizer, Any, Any], Any],
+        after: Callable[[torch.optim.Optimizer, Any, Any], None],
+    ) -> None:
+        self._surrounds = surrounds
+        self._before = before
+        self._after = after
+        self._removers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], None]] = (
+            weakref.WeakKeyDictionary()
+        )
+        register_optimizer_step_pre_hook(self._surround)
+        register_optimizer_step_post_hook(self._release)
+
+    def _surround(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._release(optimizer)  # of a step that failed
+        if self._surrounds(optimizer):
+            self._removers[optimizer] = torch_internals.surround_step(optimizer, self._before, self._after)
+
+    def _release(self, optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
+        if (remove := self._removers.pop(optimizer, None)) is not None:
+            remove()
+
+
+def with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call a step's closure before the step, and replace it by a function that returns its loss.
+
+    The closure's backward pass is a collective, so every replica must call it at the same point.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    return (args[0], lambda: loss), {}
 
 
 @functools.cache

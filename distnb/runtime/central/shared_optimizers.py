@@ -22,12 +22,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from distnb.collectives.eager import always_eager
-from distnb.collectives.gradients.optimizer_steps import guard_optimizers, optimized
+from distnb.collectives.gradients.optimizer_steps import (
+    SurroundedSteps,
+    guard_optimizers,
+    optimized,
+    with_closure_called,
+)
 from distnb.collectives.gradients.parameter_groups import find_mirror
-from distnb.compat import torch_internals
 from distnb.errors import GradientError
 from distnb.runtime.central.host_tensors import OnHost
 from distnb.runtime.central.shared_variables import SharedVariables
@@ -80,12 +84,10 @@ class SharedOptimizers:
         self._variables = variables
         self._sync = sync
         self._under_way: dict[int, _SharedStep] = {}
-        self._surrounded: dict[int, Callable[[], None]] = {}
         self._generation: int | None = None
         self._stepped: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         guard_optimizers()  # its hook must come first: it checks gradients, some of which `_before_step` removes
-        register_optimizer_step_pre_hook(self._surround)
-        register_optimizer_step_post_hook(self._release)
+        SurroundedSteps(self._begin_step, self._before_step, self._after_step)
 
     def end_half_steps(self) -> None:
         """Finish the steps that a program's end has interrupted, and warn about each.
@@ -103,26 +105,20 @@ class SharedOptimizers:
             )
         self._under_way.clear()
 
-    def _surround(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Divide the step within the user's hooks, which change variables as programs do: on every replica."""
-        self._release(optimizer)
+    def _begin_step(self, optimizer: Optimizer) -> bool:
+        """End a step that failed. Return whether to divide the next one, within the user's hooks, which change
+        variables as programs do: on every replica."""
         if (interrupted := self._under_way.pop(id(optimizer), None)) is not None:
             interrupted.end()
             interrupted.on_host.end()
-        if self._group().size > 1 and any(map(self._owns, optimized(optimizer))):
-            remove = torch_internals.surround_step(optimizer, self._before_step, self._after_step)
-            self._surrounded[id(optimizer)] = remove
-
-    def _release(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
-        if (remove := self._surrounded.pop(id(optimizer), None)) is not None:
-            remove()
+        return self._group().size > 1 and any(map(self._owns, optimized(optimizer)))
 
     @always_eager
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group, parameters = self._group(), optimized(optimizer)
         divisible = type(optimizer) in _DIVISIBLE
         if divisible:
-            args, kwargs = _with_closure_called(args, kwargs)
+            args, kwargs = with_closure_called(args, kwargs)
         elif any(parameter.device.type != "cpu" for parameter in parameters):
             raise GradientError(
                 f"{type(optimizer).__name__}.step(): under central storage on accelerators a variable is updated in "
@@ -224,16 +220,3 @@ def _kept(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, torch.Tens
 def _numbers(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, int | float]:
     state: Iterable[tuple[Any, Any]] = optimizer.state.get(parameter, {}).items()
     return {key: value for key, value in state if type(value) in (int, float)}
-
-
-def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call a step's closure before the step, and replace it by a function that returns its loss.
-
-    The closure's backward pass is a collective, so every replica must call it at the same point.
-    """
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return args, kwargs
-    with torch.enable_grad():
-        loss = closure()
-    return (args[0], lambda: loss), {}

@@ -38,13 +38,10 @@ _OPTIMIZERS = {
 }
 
 
-_WITHOUT_OPERATIONS = Refusal("OptionError", "sharded.md", "`Rprop`, and `fused=True` of others than Adam and AdamW")
-
-
 def _refused(name):
     if name in ("Adafactor", "Muon"):
         return {"refused": {"sharded": replace(_NOT_ELEMENTWISE, alone=True)}}
-    return {"refused": {"sharded": replace(_WITHOUT_OPERATIONS, alone=True)}} if name in ("Rprop", "SGD-fused") else {}
+    return {}
 
 
 @program(under=EVERYWHERE, cases={name: {"make": text, **_refused(name)} for name, text in _OPTIMIZERS.items()})
@@ -95,16 +92,25 @@ class Lookahead(torch.optim.Optimizer):
         self.param_groups[0]["steps"] += 1
 
 
+class Declared(Lookahead):
+    is_elementwise = True
+
+
 _OWN = Refusal(
     "OptionError", "sharded.md", "and so does an optimizer of your own, unless its class declares", alone=True
 )
 
 
-@program(cases={kind.__name__: {"kind": kind.__name__} for kind in (Normalised, Lookahead)}, refused={"sharded": _OWN})
+@program(
+    cases={
+        **{kind.__name__: {"kind": kind.__name__, "refused": {"sharded": _OWN}} for kind in (Normalised, Lookahead)},
+        "Declared": {"kind": "Declared"},
+    }
+)
 def optimizers_of_the_users(kind):
     with strategy.scope():
         model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-        optimizer = {"Normalised": Normalised, "Lookahead": Lookahead}[kind](model.parameters())
+        optimizer = {"Normalised": Normalised, "Lookahead": Lookahead, "Declared": Declared}[kind](model.parameters())
 
     def step(batch):
         x, y = batch
