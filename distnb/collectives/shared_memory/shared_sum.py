@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import platform
 import sys
 from collections.abc import Sequence
@@ -72,6 +73,7 @@ _WORDS = _OFFSETS + _SLOTS
 _HEADER_NBYTES = -(-4 * _WORDS // _LINE) * _LINE
 _IN_COMMON = 2**32 - 2  # in place of an offset: this, or 1 more, for the first or second common area
 _KNOWN_VIEWS = 256
+_TRIM_AFTER = 64  # operations: an area keeps the memory that those have used
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _DTYPES = frozenset(_FLOATS | {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
@@ -115,6 +117,10 @@ class SharedSum:
                 torch.frombuffer(memory, dtype=torch.uint8, count=_AREA_NBYTES, offset=begin + index * _AREA_NBYTES)
                 for index in range(size + 2)
             ]
+        self._memory = memory
+        self._area_at = begin + log.me * _AREA_NBYTES
+        self._trimmed_at = 0
+        self._top, self._recent_top = 0, 0  # the end of the area's used memory: of all, and by the last operations
         self._begins = [area.data_ptr() for area in self._areas]
         self._number = 0
         self._gathers = 0  # the number of tensors that were gathered from shards
@@ -166,6 +172,9 @@ class SharedSum:
             if wanted:
                 self._view(self._me, begin, tensor.shape, tensor.dtype).copy_(tensor.detach())
         self._under_way.append((self._number + 1, begin, begin + -(-size // _LINE) * _LINE))
+        self._recent_top = max(self._recent_top, begin + size)
+        if self._number - self._trimmed_at >= _TRIM_AFTER:
+            self._trim()
         return self._notify(begin // _LINE)
 
     def post_shard(self, shard: torch.Tensor, whole: torch.Tensor, communicator: Communicator, number: int) -> int:
@@ -201,6 +210,14 @@ class SharedSum:
                 break
             begin = max(begin, end)
         return begin if begin + size <= _AREA_NBYTES and len(occupied) < _SLOTS else None
+
+    def _trim(self) -> None:
+        """Release the memory behind all places of the last operations, and of those under way."""
+        ends = [end for _, _, end in self._under_way]
+        kept = -(-max(self._recent_top, *ends) // _PAGE) * _PAGE
+        if kept < self._top and isinstance(self._memory, mmap.mmap):
+            self._memory.madvise(mmap.MADV_REMOVE, self._area_at + kept, self._top - kept)
+        self._top, self._recent_top, self._trimmed_at = kept, 0, self._number
 
     def _room(self, size: int, communicator: Communicator, number: int) -> int:
         """Wait for a free place in the area."""
