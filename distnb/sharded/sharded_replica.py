@@ -242,7 +242,7 @@ class ShardedSpmd(Spmd):
         if args[0] is not optimizer:
             return args, kwargs  # it has parameters of another strategy, too
         step = self._steps[optimizer] = LocalStep(optimizer)
-        return (step.stand_in, *args[1:]), kwargs
+        return (step.substitute, *args[1:]), kwargs
 
     @always_eager
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

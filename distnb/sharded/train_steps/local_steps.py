@@ -22,46 +22,46 @@ __all__ = ["LocalStep"]
 class LocalStep:
     """A step of one optimizer on parts.
 
-    The step's method is called with a stand-in for the optimizer, so a step that fails leaves the optimizer's own
+    The step's method is called with a substitute for the optimizer, so a step that fails leaves the optimizer's own
     parameters in their places.
 
     Attributes:
-        stand_in: An optimizer with parts in place of sharded parameters, of their gradients and of their states.
+        substitute: An optimizer with parts in place of sharded parameters, of their gradients and of their states.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         parts = {each: _part(each) for each in optimized(optimizer) if isinstance(each, DTensor)}
         self._parts = [(each, part, part._version) for each, part in parts.items()]
-        self.stand_in = object.__new__(type(optimizer))
-        vars(self.stand_in).update(vars(optimizer))
-        self.stand_in.param_groups = [
+        self.substitute = object.__new__(type(optimizer))
+        vars(self.substitute).update(vars(optimizer))
+        self.substitute.param_groups = [
             {**group, "params": [parts.get(each, each) for each in group["params"]]} for group in optimizer.param_groups
         ]
-        self.stand_in.state = defaultdict(
+        self.substitute.state = defaultdict(
             dict, {key: each for key, each in optimizer.state.items() if key not in parts}
         )
         for parameter, part in parts.items():
             if parameter in optimizer.state:
                 state = optimizer.state[parameter].items()
-                self.stand_in.state[part] = {key: _local(value) for key, value in state}
+                self.substitute.state[part] = {key: _local(value) for key, value in state}
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer what the step has changed: its options, its attributes, and new states."""
-        stand_in = self.stand_in
-        for group, changed in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
+        substitute = self.substitute
+        for group, changed in zip(optimizer.param_groups, substitute.param_groups, strict=True):
             group.update({key: value for key, value in changed.items() if key != "params"})
         kept = {"param_groups": optimizer.param_groups, "state": optimizer.state}
-        vars(optimizer).update({**vars(stand_in), **kept})
+        vars(optimizer).update({**vars(substitute), **kept})
         for parameter, part, version in self._parts:
-            if part in stand_in.state:
+            if part in substitute.state:
                 before = optimizer.state[parameter]
                 optimizer.state[parameter] = {
                     key: before[key] if value is _local(before.get(key)) else _sharded(value, part, parameter)
-                    for key, value in stand_in.state.pop(part).items()
+                    for key, value in substitute.state.pop(part).items()
                 }
             if part._version != version:
                 increment_version(parameter)
-        optimizer.state.update(stand_in.state)
+        optimizer.state.update(substitute.state)
 
 
 def _part(parameter: DTensor) -> torch.Tensor:
