@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType, FunctionType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from distnb.errors import DistnbError
 
@@ -19,6 +19,7 @@ __all__ = [
     "LOCKING",
     "OWN",
     "SPARED_S",
+    "cell_name",
     "chain",
     "frames_of",
     "frames_without",
@@ -36,6 +37,19 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The directory of distnb's own source files."""
+
+
+def cell_name(filename: str, shell: Any = None) -> str:
+    """Return a cell's name in tracebacks, such as "Cell In[3]", from its code's file name; "" for other files."""
+    ipython = sys.modules.get("IPython")
+    if shell is None and ipython is not None:
+        shell = ipython.get_ipython()
+    if shell is None:
+        return ""
+    from distnb.compat.ipython_internals import cell_number
+
+    number = cell_number(shell.compile, filename)
+    return f"Cell In[{number}]" if number is not None else ""
 
 
 users_folders: dict[str, str] = {}

@@ -1,9 +1,12 @@
-"""Private names of IPython: its shell's tracebacks, its cells' names, and autoreload's records."""
+"""Private names of IPython, and the differences between its versions: tracebacks, cells' names, and autoreload."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import IPython
+from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 
 from distnb.compat.versions import private_names
 
@@ -15,7 +18,22 @@ with private_names("IPython"):
     _show_lines = InteractiveShell._showtraceback.__name__
     _note_error: Any = InteractiveShell._get_exc_info
 
-__all__ = ["autoreloader", "name_cell", "redirect_errors", "show_lines"]
+__all__ = [
+    "autoreloaded",
+    "cell_number",
+    "complete_errors",
+    "error_drawer",
+    "name_cell",
+    "number_cells",
+    "redirect_errors",
+    "show_lines",
+]
+
+_COLOURS: dict[str, Any] = {"theme_name": "neutral"} if IPython.version_info >= (9,) else {"color_scheme": "Neutral"}
+_DRAWS_NOTES = IPython.version_info >= (8,)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def show_lines(shell: InteractiveShell, found: tuple[Any, Any, Any], lines: list[str]) -> None:
@@ -35,11 +53,73 @@ def redirect_errors(shell: InteractiveShell, write: Callable[[str], bool]) -> No
     setattr(shell, _show_lines, show_lines_of)
 
 
+def error_drawer(error: BaseException, mode: str) -> Any:
+    """Return IPython's drawer of an error's traceback, in colours, in a mode of %xmode."""
+    drawer = SyntaxTB(**_COLOURS) if isinstance(error, SyntaxError) else AutoFormattedTB(mode=mode, **_COLOURS)
+    complete_errors(drawer)
+    return drawer
+
+
+def complete_errors(drawer: Any) -> None:
+    """Make a drawer of tracebacks draw the notes of an error, too. IPython 7 is older than notes."""
+    if _DRAWS_NOTES:
+        return
+    draw = drawer.structured_traceback
+
+    def draw_with_notes(kind: Any, error: Any, *args: Any, **keywords: Any) -> list[str]:
+        return [*draw(kind, error, *args, **keywords), *map(str, getattr(error, "__notes__", ()))]
+
+    drawer.structured_traceback = draw_with_notes
+
+
+# -- cells' names ------------------------------------------------------------------------------------------------------
+
+
+def _numbers(compiler: CachingCompiler) -> dict[str, int]:
+    numbers: dict[str, int] = vars(compiler).setdefault("_filename_map", {})
+    return numbers
+
+
 def name_cell(compiler: CachingCompiler, filename: str, number: int) -> None:
     """Make tracebacks call a file "Cell In[number]"."""
-    compiler._filename_map[filename] = number
+    _numbers(compiler)[filename] = number
 
 
-def autoreloader(shell: InteractiveShell) -> Any:
-    """Return %autoreload's record of modules, or None if the extension is not loaded."""
-    return getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+def cell_number(compiler: CachingCompiler, filename: str) -> int | None:
+    """Return the number of the cell whose code has this file name; None for other files."""
+    return _numbers(compiler).get(filename)
+
+
+def number_cells(shell: InteractiveShell) -> None:
+    """Make the compiler record the number of each cell, which IPython 7 does not do itself."""
+    compiler: Any = shell.compile
+    if "_filename_map" in vars(compiler):
+        return
+    history, cache = shell.history_manager, compiler.cache
+    earlier = zip(history.input_hist_raw, history.input_hist_parsed, strict=True) if history is not None else ()
+    for number, (raw, parsed) in enumerate(earlier):
+        name_cell(compiler, compiler.get_code_name(raw, parsed, number), number)
+
+    def cache_and_number(transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
+        name: str = cache(transformed_code, number, raw_code)
+        name_cell(compiler, name, number)
+        return name
+
+    compiler.cache = cache_and_number
+
+
+# -- %autoreload -------------------------------------------------------------------------------------------------------
+
+
+def autoreloaded(shell: InteractiveShell, name: str, file: str | None) -> tuple[float | None, bool] | None:
+    """Return the time of a module's file that %autoreload has loaded; None if the extension is not loaded.
+
+    The second item is whether %autoreload changes only the definitions whose text has changed. IPython 7 does not.
+    """
+    reloader = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+    if reloader is None:
+        return None
+    time = reloader.modules_mtimes.get(name)
+    patcher = getattr(reloader, "deduper_reloader", None)
+    patches = patcher is not None and patcher.enabled and not reloader.autoload_obj
+    return None if reloader.failed.get(file) == time else time, patches

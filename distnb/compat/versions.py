@@ -14,7 +14,7 @@ from distnb.errors import LibraryVersionError
 __all__ = ["TESTED", "private_names"]
 
 TESTED: Final = {
-    "IPython": ("9", "9"),
+    "IPython": ("7.34", "9"),
     "accelerate": ("1.2", "1"),
     "cloudpickle": ("3", "3.1"),
     "keras": ("3.15", "3.16"),

@@ -28,18 +28,11 @@ from ipyparallel.engine.kernel import IPythonParallelKernel
 from jupyter_client.session import Session
 from zmq.eventloop.zmqstream import ZMQStream
 
-__all__ = ["EngineApp", "PythonStream"]
+__all__ = ["EngineApp"]
 
 _POLL_S = 0.1  # the interval at which the engine checks for the controller's connection file
 _ANSWER_MS = 5000  # the time to wait for the controller's answer before the next request
 _GIVE_UP_S = 600.0
-
-
-class PythonStream(OutStream):
-    """A stream from Python code to ipyparallel's clients. It leaves file descriptors 1 and 2 to the agent."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "watchfd": False})  # type: ignore[no-untyped-call]
 
 
 class EngineApp(IPEngine):  # type: ignore[misc]
@@ -76,7 +69,11 @@ class EngineApp(IPEngine):  # type: ignore[misc]
     def _leave(self) -> None:
         raise SystemExit(0)
 
-    async def _start(self) -> None:
+    def start(self) -> None:
+        """Run the engine until it ends. ipyparallel's own method would register with the controller first."""
+        self.loop.run_sync(self._run)
+
+    async def _run(self) -> None:
         self._build_kernel()
         self.prepare(self.kernel.shell)
         if self.joins:
@@ -115,8 +112,16 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         )
         self.kernel.shell.display_pub.topic = f"engine.{self.id}.displaypub".encode()
         self.init_signal()
-        self.out_stream_factory = PythonStream
-        self.redirect_output(self._iopub)
+        sys.stdout = self._stream("stdout")
+        sys.stderr = self._stream("stderr")
+        sys.displayhook = self.display_hook_factory(self.session, self._iopub)
+        sys.displayhook.topic = f"engine.{self.id}.execute_result".encode()
+
+    def _stream(self, name: str) -> OutStream:
+        """Return a stream to ipyparallel's clients. It leaves file descriptors 1 and 2 to the agent."""
+        stream = OutStream(self.session, self._iopub, name, watchfd=False)  # type: ignore[no-untyped-call]
+        stream.topic = f"engine.{self.id}.{name}".encode()
+        return stream
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self.context.socket(kind)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
+from IPython.core.completer import Completion
 
 from distnb.magics.cell_request import is_strategy
 from distnb.magics.commands import COMMANDS, DISTRIBUTE, LIVE_MODES
@@ -30,20 +30,18 @@ def complete(shell: InteractiveShell) -> None:
     completer = shell.Completer
     original = completer.completions
 
-    @context_matcher(identifier="distnb")  # type: ignore[untyped-decorator]
-    def words(context: CompletionContext) -> SimpleMatcherResult:
-        match = _LINE.match(context.line_with_cursor[: context.cursor_position])
+    def completions(text: str, offset: int) -> Iterator[Completion]:
+        match = _LINE.match(text[:offset].rpartition("\n")[2])
         known = _known(match[1] or match[2], match["before"].split(), shell.user_ns) if match else ()
-        found = [SimpleCompletion(word, type="magic") for word in known if match and word.startswith(match["word"])]
-        return {"completions": found, "suppress": bool(found)}
-
-    def completions(text: str, offset: int) -> Iterator[Any]:
+        words = [word for word in known if match and word.startswith(match["word"])]
+        if match and words:
+            yield from (Completion(offset - len(match["word"]), offset, word, type="magic") for word in words)
+            return
         session = compose.current()
         with session.programs.inspecting() if session is not None else nullcontext():
             found = list(original(text, offset))  # complete now, because a later read would be outside of the block
         yield from found
 
-    completer.custom_matchers.append(words)
     completer.completions = completions  # type: ignore[method-assign]
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.compat.ipython_internals import name_cell
 from distnb.errors import OptionError, StartError
+from distnb.frames import cell_name
 from distnb.magics.cell_request import CellRequest, read_request
 from distnb.magics.cell_text import check_no_nested_magic, check_syntax, lines_above, padded, transformed
 from distnb.magics.commands import AUTODISTRIBUTE, DISTRIBUTE, asks_for_help
@@ -27,7 +28,6 @@ from distnb.notebook import compose as sessions
 from distnb.notebook.output.profiles import profile_folder
 from distnb.options import StrategySpec
 from distnb.strategies import class_of, resolve
-from distnb.views.wording import cell_name
 from distnb.wire.messages import UsersFunction
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class DistributeMagic(ast.NodeTransformer):
         found, frame = "", sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
-            if self._shell.compile.format_code_name(frame.f_code.co_filename) is not None:
+            if cell_name(frame.f_code.co_filename, self._shell):
                 found = frame.f_code.co_filename
         raw = self._raw_cell
         return found or str(self._shell.compile.get_code_name(raw, raw, self._shell.execution_count))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from distnb.compat.ipython_internals import autoreloader
+from distnb.compat.ipython_internals import autoreloaded, number_cells
 from distnb.magics import tracebacks
 from distnb.magics.cell_history import CellHistory
 from distnb.magics.cluster_magic import ClusterMagic
@@ -62,6 +62,7 @@ class Extension:
         register(self._distribute.autodistribute, "line", "autodistribute")
         self._distribute.install()
         complete(shell)
+        number_cells(shell)
         tracebacks.show_plainly(shell)
         spawned_processes.install()
         tracebacks.debug_on_replicas(shell, compose.current)
@@ -148,13 +149,8 @@ class Extension:
 
 def _autoreloaded(shell: InteractiveShell, name: str) -> FileVersion | None:
     """Return the version of a module's file that %autoreload has loaded; None if the extension is not loaded."""
-    reloader = autoreloader(shell)
-    if reloader is None:
-        return None
-    time = reloader.modules_mtimes.get(name)
-    if reloader.failed.get(getattr(sys.modules.get(name), "__file__", None)) == time:
-        time = None
-    return FileVersion(time, patches=reloader.deduper_reloader.enabled and not reloader.autoload_obj)
+    found = autoreloaded(shell, name, getattr(sys.modules.get(name), "__file__", None))
+    return FileVersion(*found) if found is not None else None
 
 
 def _cells_stored(shell: InteractiveShell) -> int:

@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING, Any
 import IPython
 from IPython.core.error import UsageError
 
-from distnb.compat.ipython_internals import show_lines
+from distnb.compat.ipython_internals import complete_errors, show_lines
 from distnb.errors import DistnbError, ProgramError
-from distnb.frames import OWN, frames_of, frames_without, raised_by_distnb, torch_frames, traceback_of, with_frames
+from distnb.frames import (
+    OWN,
+    cell_name,
+    frames_of,
+    frames_without,
+    raised_by_distnb,
+    torch_frames,
+    traceback_of,
+    with_frames,
+)
 from distnb.notebook.handles.handle import HANDLES
 
 if TYPE_CHECKING:
@@ -38,6 +47,7 @@ _MAGICS = {"distribute": "%%distribute", "distnb": "%distnb", "autodistribute": 
 
 def show_plainly(shell: InteractiveShell) -> None:
     """Make a shell show errors without distnb's frames. A handler of another extension is kept."""
+    complete_errors(shell.InteractiveTB)
     if not shell.custom_exceptions:
         # This includes the user's own errors, which may have passed through distnb, or follow one of its errors.
         shell.set_custom_exc((BaseException,), _show)
@@ -118,7 +128,7 @@ def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
     Return [] outside of cells. The error's traceback is reduced to these frames, also for %debug.
     """
     part = users_part(error.__traceback__, (OWN, _IPYTHON))
-    while part is not None and shell.compile.format_code_name(part.tb_frame.f_code.co_filename) is None:
+    while part is not None and not cell_name(part.tb_frame.f_code.co_filename, shell):
         part = part.tb_next
     if part is None:
         return []

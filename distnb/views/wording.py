@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import html
-import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = [
     "Html",
-    "cell_name",
     "cell_place",
     "duration",
     "filled",
@@ -50,15 +44,6 @@ def ranges(numbers: Iterable[int]) -> list[str]:
 def mark(replicas: Iterable[int], who: str = "") -> str:
     """Return the mark of a set of replicas: `[0-3]`, `[0,2]`, `[1]`; with `who`, `[worker 1]`."""
     return f"[{who}{','.join(ranges(replicas))}]"
-
-
-def cell_name(filename: str, shell: InteractiveShell | None = None) -> str:
-    """Return a cell's name in tracebacks, such as "Cell In[3]", from its code's file name; "" for other files."""
-    ipython = sys.modules.get("IPython")
-    if shell is None and ipython is not None:
-        shell = ipython.get_ipython()
-    name = shell.compile.format_code_name(filename) if shell is not None else None
-    return " ".join(name) if name is not None else ""
 
 
 def cell_place(place: str) -> str:

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from distnb.collectives.digests import digest_of_text
-from distnb.frames import OWN
+from distnb.frames import OWN, cell_name
 
 __all__ = ["CallSite", "current", "find"]
 
@@ -141,7 +141,4 @@ def _line(code: CodeType, instruction: int) -> int:
 
 def _name_of(filename: str) -> str:
     """Return a file's name for people: a cell is named by its number if IPython has it."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is not None and (cell := shell.compile.format_code_name(filename)) is not None:
-        return " ".join(cell)
-    return Path(filename).name
+    return cell_name(filename) or Path(filename).name

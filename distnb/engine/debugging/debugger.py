@@ -15,7 +15,7 @@ from IPython.core.debugger import Pdb
 from distnb.compat import patches
 from distnb.engine import guard
 from distnb.engine.debugging.console import Console
-from distnb.frames import OWN, spared
+from distnb.frames import OWN, cell_name, spared
 
 __all__ = ["ReplicaPdb", "at_breakpoint", "post_mortem", "redirect", "stop_stepping"]
 
@@ -62,8 +62,7 @@ class ReplicaPdb(Pdb):
         """Format one frame, with the cell's name instead of its file name."""
         text = str(super().format_stack_entry(frame_lineno, lprefix))
         filename = self.canonic(frame_lineno[0].f_code.co_filename)
-        name = self.shell.compile.format_code_name(filename)
-        return text.replace(filename, " ".join(name), 1) if name is not None else text
+        return text.replace(filename, cell_name(filename, self.shell) or filename, 1)
 
     def stop_here(self, frame: FrameType) -> bool:
         """Return whether stepping stops in a frame. It never stops in ours."""

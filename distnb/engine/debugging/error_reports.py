@@ -8,12 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from traceback import format_exception
 from types import TracebackType
-from typing import Any
 
 import cloudpickle
 from IPython.core.getipython import get_ipython
-from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 
+from distnb.compat.ipython_internals import error_drawer
 from distnb.engine.namespace import object_operations
 from distnb.errors import DistnbError
 from distnb.frames import (
@@ -134,7 +133,4 @@ def _drawn(error: BaseException) -> tuple[str, ...]:
         return tuple(line.rstrip("\n") for line in format_exception(error))
     shell = get_ipython()
     mode = shell.InteractiveTB.mode if shell is not None else "Context"  # the mode of the notebook's %xmode
-    drawer: Any = AutoFormattedTB(mode=mode, theme_name="neutral")
-    if isinstance(error, SyntaxError):
-        drawer = SyntaxTB(theme_name="neutral")
-    return tuple(map(str, drawer.structured_traceback(kind, error, traceback, tb_offset=0)))
+    return tuple(map(str, error_drawer(error, mode).structured_traceback(kind, error, traceback, tb_offset=0)))

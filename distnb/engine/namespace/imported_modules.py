@@ -39,9 +39,10 @@ class ModuleReloader:
             importlib.reload(module)
             return
         from IPython.extensions import autoreload
-        from IPython.extensions.deduperreload.deduperreload import DeduperReloader
 
-        if reloads.text_before:
+        if reloads.text_before:  # the notebook's IPython has this reloader, too
+            from IPython.extensions.deduperreload.deduperreload import DeduperReloader
+
             if self._patcher is None:
                 self._patcher = DeduperReloader()
             self._patcher.source_by_modname.setdefault(module.__name__, reloads.text_before)

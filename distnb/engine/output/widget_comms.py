@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from comm.base_comm import BaseComm
 from ipykernel.jsonutil import json_clean
 
 from distnb.compat import patches
+from distnb.compat.comms import HAS_COMM, BaseComm
 from distnb.wire.messages import WidgetChange
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ class WidgetComm(BaseComm):
 
 
 def install(engine: int, control: Control, shell: Any) -> None:
-    """Connect the comms of widgets that programs create to the notebook. Other comms remain the kernel's.
+    """Connect the comms of widgets that programs create to the notebook, if the kernel has the package `comm`.
+
+    Other comms remain the kernel's.
 
     An `ipywidgets.Output` captures the output of the kernel's latest request, so this sets one.
     """
@@ -79,7 +81,8 @@ def install(engine: int, control: Control, shell: Any) -> None:
             return of_kernel(*args, **keywords)
         return WidgetComm(engine, control, **keywords)
 
-    patches.wrap("comm:create_comm", create_comm)
+    if HAS_COMM:
+        patches.wrap("comm:create_comm", create_comm)
     shell.set_parent(shell.kernel.session.msg("execute_request"))
 
 

@@ -6,6 +6,7 @@ import sys
 import types
 from typing import Any, NamedTuple
 
+from distnb.frames import cell_name
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.user_names import is_user_name, user_names
@@ -13,7 +14,6 @@ from distnb.objects.code.definitions import UNPICKLING, is_code
 from distnb.objects.code.function_parts import has_constant_parts
 from distnb.objects.digesting import Digests
 from distnb.objects.plain import is_plain
-from distnb.views.wording import cell_name
 from distnb.wire.messages import ObjectId
 
 __all__ = ["Needs", "SimpleReads"]

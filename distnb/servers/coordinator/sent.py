@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from distnb.frames import cell_name
 from distnb.objects.modes.environment import Environment
 from distnb.servers.closure_messages import Fence, RunClosure
 from distnb.servers.coordinator.packer import ClosurePacker, PackedClosure
-from distnb.views.wording import cell_name
 
 __all__ = ["Sent"]
 

@@ -15,9 +15,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
-
-import comm
 
 from distnb.notebook import compose
 from distnb.notebook.reports import stacks_text
@@ -66,7 +65,7 @@ class SidePanel:
 
     def install(self) -> None:
         """Start to publish snapshots and to accept requests."""
-        comm.get_comm_manager().register_comm(comm.create_comm(target_name=NAME, comm_id=NAME, primary=False))
+        self._kernel.comm_manager.register_comm(SimpleNamespace(target_name=NAME, comm_id=NAME))
         self._kernel.control_handlers[REQUEST] = self._handle_request
         self._front.on_news = self._wake.set
         self._front.on_end = self._ended
