@@ -1,7 +1,12 @@
-"""Private names of IPython, and the differences between its versions: tracebacks, cells' names, and autoreload."""
+"""Private names of IPython, and the differences between its versions: tracebacks, cells' names, and autoreload.
+
+IPython 7 is the version of Colab and Kaggle.
+"""
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +26,7 @@ with private_names("IPython"):
 __all__ = [
     "autoreloaded",
     "cell_number",
-    "complete_errors",
+    "draw_notes",
     "error_drawer",
     "name_cell",
     "number_cells",
@@ -30,7 +35,7 @@ __all__ = [
 ]
 
 _COLOURS: dict[str, Any] = {"theme_name": "neutral"} if IPython.version_info >= (9,) else {"color_scheme": "Neutral"}
-_DRAWS_NOTES = IPython.version_info >= (8,)
+_IS_7 = IPython.version_info < (8,)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -56,13 +61,13 @@ def redirect_errors(shell: InteractiveShell, write: Callable[[str], bool]) -> No
 def error_drawer(error: BaseException, mode: str) -> Any:
     """Return IPython's drawer of an error's traceback, in colours, in a mode of %xmode."""
     drawer = SyntaxTB(**_COLOURS) if isinstance(error, SyntaxError) else AutoFormattedTB(mode=mode, **_COLOURS)
-    complete_errors(drawer)
+    draw_notes(drawer)
     return drawer
 
 
-def complete_errors(drawer: Any) -> None:
-    """Make a drawer of tracebacks draw the notes of an error, too. IPython 7 is older than notes."""
-    if _DRAWS_NOTES:
+def draw_notes(drawer: Any) -> None:
+    """Make a drawer of tracebacks draw the notes of an error, which IPython 7 does not know."""
+    if not _IS_7:
         return
     draw = drawer.structured_traceback
 
@@ -70,6 +75,10 @@ def complete_errors(drawer: Any) -> None:
         return [*draw(kind, error, *args, **keywords), *map(str, getattr(error, "__notes__", ()))]
 
     drawer.structured_traceback = draw_with_notes
+    # IPython draws a SystemExit with this. IPython 7 fails if the SystemExit has a cause.
+    drawer.get_exception_only = lambda kind, error: [
+        line.rstrip("\n") for line in traceback.format_exception_only(kind, error)
+    ]
 
 
 # -- cells' names ------------------------------------------------------------------------------------------------------
@@ -91,10 +100,14 @@ def cell_number(compiler: CachingCompiler, filename: str) -> int | None:
 
 
 def number_cells(shell: InteractiveShell) -> None:
-    """Make the compiler record the number of each cell, which IPython 7 does not do itself."""
+    """Make IPython 7 record the number of each cell, and keep the texts that we put into `linecache`, as later ones do.
+
+    It puts its own texts back at each check: of a %%distribute cell, the call of the magic.
+    """
     compiler: Any = shell.compile
-    if "_filename_map" in vars(compiler):
+    if not _IS_7 or "_filename_map" in vars(compiler):
         return
+    check = linecache.checkcache
     history, cache = shell.history_manager, compiler.cache
     earlier = zip(history.input_hist_raw, history.input_hist_parsed, strict=True) if history is not None else ()
     for number, (raw, parsed) in enumerate(earlier):
@@ -105,7 +118,13 @@ def number_cells(shell: InteractiveShell) -> None:
         name_cell(compiler, name, number)
         return name
 
+    def check_and_keep(filename: str | None = None) -> None:
+        kept = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+        check(filename)
+        linecache.cache.update(kept)
+
     compiler.cache = cache_and_number
+    linecache.checkcache = check_and_keep
 
 
 # -- %autoreload -------------------------------------------------------------------------------------------------------

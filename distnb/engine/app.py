@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import zmq
@@ -104,7 +104,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
             ident=self.ident,
             session=self.session,
             iopub_socket=self._iopub,
-            user_ns=self.user_ns,
+            user_module=ModuleType("__main__"),
             log=self.log,
             control_thread=self._control_thread,
             control_stream=ZMQStream(self.control_socket, self._control_thread.io_loop),

@@ -267,5 +267,5 @@ def _restore_first_line(filename: str, line: str) -> None:
     """Make tracebacks show the user's magic line as a comment, so that the cell's text can be parsed."""
     entry = linecache.cache.get(filename)
     if entry is not None and len(entry) == 4 and entry[2] and "_distnb_local" in entry[2][0]:
-        size, changed, lines, name = entry
-        linecache.cache[filename] = (size, changed, [f"# %%distribute {line}\n", *lines[1:]], name)
+        size, _, lines, name = entry
+        linecache.cache[filename] = (size, None, [f"# %%distribute {line}\n", *lines[1:]], name)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import IPython
 from IPython.core.error import UsageError
 
-from distnb.compat.ipython_internals import complete_errors, show_lines
+from distnb.compat.ipython_internals import draw_notes, show_lines
 from distnb.errors import DistnbError, ProgramError
 from distnb.frames import (
     OWN,
@@ -47,7 +47,7 @@ _MAGICS = {"distribute": "%%distribute", "distnb": "%distnb", "autodistribute": 
 
 def show_plainly(shell: InteractiveShell) -> None:
     """Make a shell show errors without distnb's frames. A handler of another extension is kept."""
-    complete_errors(shell.InteractiveTB)
+    draw_notes(shell.InteractiveTB)
     if not shell.custom_exceptions:
         # This includes the user's own errors, which may have passed through distnb, or follow one of its errors.
         shell.set_custom_exc((BaseException,), _show)
