@@ -1,4 +1,4 @@
-"""The command `distnb`: it runs scripts (`run`), shows what is running (`stacks`), and has commands of features."""
+"""The command `distnb`: it examines the machine, runs scripts, shows what is running, and has commands of features."""
 
 from __future__ import annotations
 
@@ -47,6 +47,12 @@ each notebook's process through a socket in the private directory of its cluster
 """
 
 
+_CHECK_TEXT = """\
+Shows whether this machine and this environment can run engines: one line for each resource, with the cure if it is
+missing. The exit status is 1 if anything is.
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 2 for invalid arguments, else the failing replica's."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -58,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(words[1:])
     if words[0] == "stacks":
         return _stacks(words[1:])
+    if words[0] == "check":
+        return _check(words[1:])
     for command in features.every("commands"):
         if words[0] == command.name:
             code: int = command.run(words[1:])
@@ -76,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     commands.add_parser("run", help="run a script on several replicas of this machine", add_help=False)
     commands.add_parser("stacks", help="show what each replica of your notebooks is doing", add_help=False)
+    commands.add_parser("check", help="examine whether this machine can run engines", add_help=False)
     for command in features.every("commands"):
         commands.add_parser(command.name, help=command.about, add_help=False)
     return parser
@@ -159,6 +168,25 @@ def _stacks(words: list[str]) -> int:
             file=sys.stderr,
         )
     return 0 if found else 1
+
+
+def _check(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="distnb check", description=_CHECK_TEXT)
+    parser.add_argument("-n", dest="n", type=int, metavar="N", help="number of engines (default: as %%distnb start)")
+    n = parser.parse_args(words).n
+    if n is not None and n < 1:
+        parser.error("-n: give 1 or more engines")
+    from distnb.cluster.local.machine_check import examine
+
+    colour = sys.stdout.isatty()
+    missing = 0
+    for finding in examine(n):
+        mark = "✗" if finding.cure else "✓"
+        if colour:
+            mark = f"\x1b[{31 if finding.cure else 32}m{mark}\x1b[0m"
+        print(f"{mark} {finding.what:<11}{'. '.join(filter(None, finding[1:]))}")
+        missing += bool(finding.cure)
+    return 1 if missing else 0
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:

@@ -21,7 +21,7 @@ from distnb.cluster import tpu_chips
 from distnb.errors import OptionError, StartError
 from distnb.topology import Device, parse_device
 
-__all__ = ["available_gpus", "further_devices", "gpu_ids", "plan_devices"]
+__all__ = ["available_gpus", "further_devices", "gpu_ids", "plan_devices", "why_no_gpu"]
 
 _DEFAULT_CPU_ENGINES = 2
 _MOST_ENGINES = 256
@@ -198,13 +198,14 @@ class _Machine:
     def _inventory(self) -> str:
         names = [f"{kind}:{index}" for kind, number in self._counts.items() for index in range(number)]
         if not names:
-            return f"It has the CPU only (cpu:0, cpu:1, …): {_why_no_gpu()}."
+            return f"It has the CPU only (cpu:0, cpu:1, …): {why_no_gpu()}."
         gpus = self._counts.get("cuda")
         accelerators = f"{_count(gpus)} ({', '.join(names)})" if gpus == len(names) else ", ".join(names)
         return f"It has {accelerators} and the CPU (cpu:0, cpu:1, …)."
 
 
-def _why_no_gpu() -> str:
+def why_no_gpu() -> str:
+    """Return the reason why engines have no GPU on this machine, for the middle of a sentence."""
     if not _torch_has_cuda():
         return "the installed PyTorch is a build without CUDA"
     if _physical_gpus() is None:

@@ -22,6 +22,7 @@ from distnb.views.live_model import HERE, LiveCall, LiveModel
 from distnb.views.runs import History
 from distnb.views.watch import Watch
 from distnb.watching import live
+from distnb.widgets import front_end_widgets
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.live_views import LiveView, PictureView, TextView
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
@@ -57,8 +58,8 @@ class Front:
     """The link between the session's events and the notebook's cells.
 
     Attributes:
-        mode: The kind of live view. "auto" chooses widgets in a notebook and text in a terminal; the others are
-            "widget", "picture", "text" and "off".
+        mode: The kind of live view. "auto" chooses widgets or pictures in a notebook and text in a terminal; the others
+            are "widget", "picture", "text" and "off".
         history: The runs of this notebook.
         busy: True while a cell runs.
         on_news: Called on any thread when a session, cell, program or engine has changed its state. It must not block.
@@ -92,6 +93,7 @@ class Front:
         self._samples: dict[int, TelemetrySample] = {}  # the latest sample of each engine
         self._widgets = ReplicaWidgets(shown=hasattr(shell, "kernel"))
         self._has_printed_error = False
+        self._has_written_cure = False
 
     # -- the session -----------------------------------------------------------------------------------------------
 
@@ -355,10 +357,20 @@ class Front:
     def _make_view(self, model: LiveModel, publisher: Publisher, name: str) -> LiveView:
         mode = self.mode
         if mode == "auto":
-            mode = "widget" if isinstance(publisher, NotebookPublisher) else "text"
+            mode = self._mode_for(publisher)
         if mode == "widget":
             from distnb.widgets.widget_view import WidgetView
 
             return WidgetView(model, publisher, name)
         kinds: dict[str, type[LiveView]] = {"picture": PictureView, "text": TextView, "off": LiveView}
         return kinds[mode](model, publisher, name)
+
+    def _mode_for(self, publisher: Publisher) -> str:
+        """Choose the kind of live view. With the first picture, write how to get the widget instead."""
+        if not isinstance(publisher, NotebookPublisher):
+            return "text"
+        cure = front_end_widgets.cure()
+        if cure and not self._has_written_cure:
+            self._has_written_cure = True
+            publisher.write("stdout", f"{cure}\n")
+        return "picture" if cure else "widget"

@@ -35,7 +35,7 @@ class ReplicaPdb(Pdb):
 
     def __init__(self, completekey: Any = None, stdin: Any = None, stdout: Any = None, **options: Any) -> None:
         # pdb must not handle SIGINT here. The notebook's Ctrl-C ends the program by the guard's signal.
-        super().__init__(None, stdin, stdout, nosigint=True, **options)
+        super().__init__(stdin=stdin, stdout=stdout, nosigint=True, **options)
         self.report_skipped = False
         self.prompt = f"{self.who}> "
         _forget_latest()
@@ -58,9 +58,9 @@ class ReplicaPdb(Pdb):
         at = [place for place, (frame, _) in enumerate(shown) if frame is f]
         return shown, at[-1] if at else len(shown) - 1
 
-    def format_stack_entry(self, frame_lineno: tuple[FrameType, int], lprefix: str = ": ") -> str:
+    def format_stack_entry(self, frame_lineno: tuple[FrameType, int], *options: Any) -> str:
         """Format one frame, with the cell's name instead of its file name."""
-        text = str(super().format_stack_entry(frame_lineno, lprefix))
+        text = str(super().format_stack_entry(frame_lineno, *options))
         filename = self.canonic(frame_lineno[0].f_code.co_filename)
         return text.replace(filename, cell_name(filename, self.shell) or filename, 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import re
 import tomllib
@@ -38,6 +39,35 @@ def test_requirements_are_pinned_within_their_ranges(asked: Requirement) -> None
     (exact,) = pin.specifier
     assert exact.operator == "=="
     assert exact.version in asked.specifier
+
+
+COLAB = {
+    canonicalize_name(requirement.name): requirement
+    for line in (ROOT / "constraints-colab.txt").read_text(encoding="utf-8").splitlines()
+    if line.strip() and not line.startswith("#")
+    for requirement in [Requirement(line)]
+}
+
+
+def test_an_installation_changes_nothing_in_colab() -> None:
+    """Check that distnb, and the packages that it adds there, accept Colab's versions."""
+    waiting, seen, refused = [Requirement(text) for text in PROJECT["dependencies"]], set[str](), []
+    while waiting:
+        asked = waiting.pop()
+        name = canonicalize_name(asked.name)
+        if asked.marker is not None and not asked.marker.evaluate({"extra": ""}):
+            continue
+        if name == "torch":  # Colab has 2.11, with its own packages for CUDA
+            assert "2.11.0" in asked.specifier
+        elif name in COLAB:
+            (exact,) = COLAB[name].specifier
+            refused += [] if exact.version in asked.specifier else [str(asked)]
+        elif name not in seen:
+            seen.add(name)
+            waiting += [Requirement(text) for text in importlib.metadata.requires(name) or ()]
+    assert refused == []
+    assert "comm" not in seen
+    assert {"anywidget", "torchmetrics", "safetensors"} <= seen
 
 
 PAGES_OF_FOLDERS = [str(page.relative_to(ROOT)) for page in ROOT.glob("distnb/**/README.md")]
