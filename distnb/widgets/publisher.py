@@ -89,7 +89,7 @@ class NotebookPublisher(Publisher):
 
     def adopt_thread(self) -> None:
         """Route output that the calling thread prints to this cell."""
-        if not self.current:
+        if not self.current or not _has_parent_by_thread(self._shell):
             return
         self._shell.parent_header = self._parent
         # The shell's own method sets them one by one, too: the objects that %%capture substitutes have no set_parent.
@@ -130,6 +130,14 @@ class NotebookPublisher(Publisher):
     def _send(self, kind: str, content: dict[str, Any], topic: bytes) -> None:
         kernel = self._shell.kernel
         kernel.session.send(kernel.iopub_socket, kind, content, parent=self._parent, ident=topic)
+
+
+def _has_parent_by_thread(shell: Any) -> bool:
+    """Return whether each thread has a parent of its own. In old kernels, all threads have that of the latest request.
+
+    There the parent must not be set here: the next cell may have begun.
+    """
+    return isinstance(getattr(type(shell), "parent_header", None), property)
 
 
 class TerminalPublisher(Publisher):
