@@ -6,7 +6,8 @@
 #   make docs     build the documentation site, build/docs/index.html
 #   make test     run everything that CI runs: linters, prose, types, import contracts, tests, notebooks, browser tests
 #   make unit     run the checks and the tests that start no cluster: the inner loop of development
-#   make soak     run the tests that take long: random walks, stress, many seeds, every number of replicas
+#   make soak     run the tests that take long: random walks, stress, many seeds, every number of replicas, make colab
+#   make colab    run the notebooks, and tests of the kernel, with the versions of Colab's and Kaggle's kernels
 #   make bench    run the benchmarks against their peers (see benchmarks/)
 #   make gpu      compare timings with plain torch and run tests/gpu, on a machine with a GPU and without network; it
 #                 installs the wheels in .wheels, and uses the torch of PYTHON
@@ -32,11 +33,11 @@ KERAS := $(shell sed -n 's/^keras==/keras==/p' constraints.txt)
 KERAS_NIGHTLY := keras-nightly==3.16.0.dev2026102704
 TENSORFLOW := tensorflow-cpu==2.21.0
 RAY_TRAIN := pyarrow==26.0.1 tensorboardX==2.6.5
-LOWEST := $(VENV)/lowest
+COLAB := $(VENV)/colab
 WORKERS ?= 3
 INSTALL := $(PIP) install -qq -c constraints.txt
 
-.PHONY: help demo lab docs test unit check lint style types imports tests soak bench gpu gpu-wheels extension hooks clean
+.PHONY: help demo lab docs test unit check lint style types imports tests soak colab bench gpu gpu-wheels extension hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -121,18 +122,22 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 tests: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 	$(PYTEST) $(ARGS)
 
-# The quick start and Keras's notebook run with the lowest versions, too.
-soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly $(VENV)/.made-ray-train $(VENV)/.made-lowest
+soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly $(VENV)/.made-ray-train $(VENV)/.made-colab
 	$(PYTEST) -m soak $(ARGS)
-	$(LOWEST)/bin/python notebooks/demo.py --out build/lowest
-	$(LOWEST)/bin/jupyter execute --timeout 300 notebooks/keras.ipynb
 
-# The lowest versions that pyproject.toml allows, in a separate environment.
-$(VENV)/.made-lowest: $(VENV)/.made-test pyproject.toml
-	@echo "Installing the lowest versions into $(LOWEST) …"
-	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(LOWEST)
-	@$(BIN)/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct \
-		$(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strategy unsafe-best-match) -e ".[demo,keras]"
+colab: $(VENV)/.made-test $(VENV)/.made-colab
+	$(BIN)/python -m pytest -m soak tests/notebooks/test_colab.py $(ARGS)
+
+# Colab's versions, in a separate environment; of other packages, the lowest versions that pyproject.toml allows. Without
+# TORCH_INDEX it has our torch, since the lowest one would come with gigabytes of CUDA. Installing distnb into Colab's
+# versions fails if it would change one of them.
+$(VENV)/.made-colab: $(VENV)/.made-test pyproject.toml constraints-colab.txt
+	@echo "Installing Colab's versions into $(COLAB) …"
+	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(COLAB)
+	@$(PIP) --python $(COLAB)/bin/python install -qq $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) "torch==2.11.*","$(TORCH)")
+	@$(BIN)/uv pip install -q --python $(COLAB)/bin/python -r constraints-colab.txt
+	@$(BIN)/uv pip install -q --python $(COLAB)/bin/python --resolution lowest-direct -c constraints-colab.txt \
+		-e ".[demo,keras]"
 	@touch $@
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-ray-train $(VENV)/.made-tensorflow

@@ -17,7 +17,7 @@ TESTED: Final = {
     "IPython": ("7.34", "9"),
     "accelerate": ("1.2", "1"),
     "cloudpickle": ("3", "3.1"),
-    "keras": ("3.15", "3.16"),
+    "keras": ("3.13", "3.16"),
     "matplotlib": ("3.9", "3"),
     "pandas": ("3", "3"),
     "torch": ("2.11", "2.15"),

@@ -62,12 +62,22 @@ class Notebook:
         engines: Start a cluster of that many CPU engines at once; 0 for none.
         env: Added to the kernel's environment. GPUs are hidden unless it says otherwise.
         shared: The folder for the files of a notebook that modules share. Its files and processes belong to no test.
+        python: The interpreter of the kernel; None for this one.
     """
 
-    def __init__(self, engines: int = 0, *, env: dict[str, str] | None = None, shared: Path | None = None) -> None:
+    def __init__(
+        self,
+        engines: int = 0,
+        *,
+        env: dict[str, str] | None = None,
+        shared: Path | None = None,
+        python: Path | None = None,
+    ) -> None:
         self.engines = engines
         self._mark = processes.SHARED_MARK if shared else processes.MARK
         self._manager = KernelManager(kernel_name="python3", cache_ports=False)
+        if python is not None:
+            self._manager.kernel_spec.argv[0] = str(python)  # type: ignore[union-attr]
         if shared:
             self._manager.connection_file = str(shared / "kernel.json")
         self._reserved = [self._reserve(channel) for channel in ("shell", "iopub", "stdin", "hb", "control")]

@@ -183,7 +183,7 @@ def patch_kernels() -> None:
     launch = local_provisioner.launch_kernel
 
     def start(command: list[str], *, env: dict[str, str], cwd: str | None = None, **settings: Any) -> Any:
-        if not suits(env):
+        if command[0] != sys.executable or not suits(env):
             return launch(command, env=env, cwd=cwd, **settings)
         with open(os.devnull, "r+b") as nowhere:
             streams = [nowhere.fileno()] * 3
