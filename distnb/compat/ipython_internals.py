@@ -111,7 +111,7 @@ def number_cells(shell: InteractiveShell) -> None:
     history, cache = shell.history_manager, compiler.cache
     earlier = zip(history.input_hist_raw, history.input_hist_parsed, strict=True) if history is not None else ()
     for number, (raw, parsed) in enumerate(earlier):
-        name_cell(compiler, compiler.get_code_name(raw, parsed, number), number)
+        name_cell(compiler, compiler.get_code_name(raw, f"{parsed}\n", number), number)
 
     def cache_and_number(transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
         name: str = cache(transformed_code, number, raw_code)

@@ -114,12 +114,13 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         self.init_signal()
         sys.stdout = self._stream("stdout")
         sys.stderr = self._stream("stderr")
-        sys.displayhook = self.display_hook_factory(self.session, self._iopub)
-        sys.displayhook.topic = f"engine.{self.id}.execute_result".encode()
+        hook = self.display_hook_factory(self.session, self._iopub)
+        hook.topic = f"engine.{self.id}.execute_result".encode()
+        sys.displayhook = hook
 
     def _stream(self, name: str) -> OutStream:
         """Return a stream to ipyparallel's clients. It leaves file descriptors 1 and 2 to the agent."""
-        stream = OutStream(self.session, self._iopub, name, watchfd=False)  # type: ignore[no-untyped-call]
+        stream = OutStream(self.session, self._iopub, name, watchfd=False)
         stream.topic = f"engine.{self.id}.{name}".encode()
         return stream
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("**/*.ipynb"))
+EXERCISES = sorted((ROOT / "notebooks" / "exercises").glob("*.ipynb"))
 SHORTER = {"quickstart": ("EPOCHS = 15 ", "EPOCHS = 1 ")}
 """The changes for the tests in a notebook that is long enough to be watched."""
 WITHOUT_CURVES = {"hang", "sharded"}
@@ -99,3 +101,27 @@ def test_a_notebook_is_saved_in_readable_form(notebook: Path) -> None:
     assert notebook.stem in WITHOUT_CURVES or any(
         "data:image/" in str(output.get("data", {}).get("text/html", "")) for output in outputs
     )
+
+
+@pytest.mark.parametrize(
+    "notebook", [*(path for path in NOTEBOOKS if path.stem == "quickstart"), *EXERCISES], ids=lambda path: path.stem
+)
+def test_a_notebook_opens_in_colab_and_installs_distnb_only_there(notebook: Path, tmp_path: Path) -> None:
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    repository = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+    owner_and_name = repository.removeprefix("https://github.com/")
+    address = f"https://colab.research.google.com/github/{owner_and_name}/blob/main/{notebook.relative_to(ROOT)}"
+    assert f"[Open in Colab]({address})\n" in cells[0]["source"]
+    line = next(cell for cell in cells if cell["cell_type"] == "code")["source"][0]
+    (tmp_path / "pip").write_text('#!/bin/sh\necho "$@" >> "$0.called"\n')
+    (tmp_path / "pip").chmod(0o755)
+    sites = ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE")
+    env = {name: value for name, value in os.environ.items() if name not in sites}
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    called = tmp_path / "pip.called"
+    for more in ({}, *({site: "x"} for site in sites)):
+        assert called.exists() is False
+        assert subprocess.run(["sh", "-c", line.removeprefix("!")], env={**env, **more}, check=False).returncode == 0
+        if more:
+            assert called.read_text().startswith("install -q distnb[demo")
+            called.unlink()

@@ -23,7 +23,7 @@ __all__ = ["WidgetComm", "install"]
 _TARGET = "jupyter.widget"
 
 
-class WidgetComm(BaseComm):
+class WidgetComm(BaseComm):  # type: ignore[misc]
     """A comm whose messages become `WidgetChange` events.
 
     Args:
