@@ -21,7 +21,7 @@ TESTED: Final = {
     "matplotlib": ("3.9", "3"),
     "pandas": ("3", "3"),
     "torch": ("2.11", "2.15"),
-    "torchmetrics": ("1.4", "1"),
+    "torchmetrics": ("1.6", "1"),
     "transformers": ("4.46", "5"),
 }
 """The first and the last tested version by library. A last version "9" means every 9.x."""
