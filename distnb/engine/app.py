@@ -98,13 +98,15 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         # As in a notebook, unless the user chose another: figures are displayed when a cell ends.
         os.environ["MPLBACKEND"] = os.environ.get("MPLBACKEND") or "module://matplotlib_inline.backend_inline"
         _leave_out_the_debugger()
+        main = ModuleType("__main__")  # IPython 7 would make one of its own type, which pickle's errors name otherwise
         self.kernel = IPythonParallelKernel.instance(
             parent=self,
             engine_id=self.id,
             ident=self.ident,
             session=self.session,
             iopub_socket=self._iopub,
-            user_module=ModuleType("__main__"),
+            user_module=main,
+            user_ns=main.__dict__,
             log=self.log,
             control_thread=self._control_thread,
             control_stream=ZMQStream(self.control_socket, self._control_thread.io_loop),
