@@ -1,6 +1,7 @@
 """Private names of IPython, and the differences between its versions: tracebacks, cells' names, and autoreload.
 
-IPython 7 is the version of Colab and Kaggle.
+IPython 7 is the version of Colab and Kaggle. Their kernel is also older than the package `comm`, by which a widget
+reaches the pages, so the widgets of a replica are shown as text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ with private_names("IPython"):
     _show_lines = InteractiveShell._showtraceback.__name__
     _note_error: Any = InteractiveShell._get_exc_info
 
+try:
+    from comm.base_comm import BaseComm
+except ModuleNotFoundError:
+    BaseComm = object
+    HAS_COMM = False
+else:
+    HAS_COMM = True
+
 __all__ = [
+    "HAS_COMM",
+    "BaseComm",
     "autoreloaded",
     "cell_number",
     "draw_notes",

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +20,8 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("**/*.ipynb"))
 EXERCISES = sorted((ROOT / "notebooks" / "exercises").glob("*.ipynb"))
+REPOSITORY = "distnb/distnb"
+"""The repository that the notebooks' links assume."""
 SHORTER = {"quickstart": ("EPOCHS = 15 ", "EPOCHS = 1 ")}
 """The changes for the tests in a notebook that is long enough to be watched."""
 WITHOUT_CURVES = {"hang", "sharded"}
@@ -108,9 +109,7 @@ def test_a_notebook_is_saved_in_readable_form(notebook: Path) -> None:
 )
 def test_a_notebook_opens_in_colab_and_installs_distnb_only_there(notebook: Path, tmp_path: Path) -> None:
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    repository = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
-    owner_and_name = repository.removeprefix("https://github.com/")
-    address = f"https://colab.research.google.com/github/{owner_and_name}/blob/main/{notebook.relative_to(ROOT)}"
+    address = f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/{notebook.relative_to(ROOT)}"
     assert f"[Open in Colab]({address})\n" in cells[0]["source"]
     line = next(cell for cell in cells if cell["cell_type"] == "code")["source"][0]
     (tmp_path / "pip").write_text('#!/bin/sh\necho "$@" >> "$0.called"\n')

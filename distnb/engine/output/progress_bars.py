@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from distnb.compat.comms import HAS_COMM
+from distnb.compat.ipython_internals import HAS_COMM
 
 __all__ = ["install"]
 

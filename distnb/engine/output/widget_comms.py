@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ipykernel.jsonutil import json_clean
 
 from distnb.compat import patches
-from distnb.compat.comms import HAS_COMM, BaseComm
+from distnb.compat.ipython_internals import HAS_COMM, BaseComm
 from distnb.wire.messages import WidgetChange
 
 if TYPE_CHECKING:

@@ -21,7 +21,9 @@ ROOT = Path(distnb.__path__[0])
 ELSEWHERE = {
     "cluster/local/script_replica.py": "sys.argv and sys.last_value, as the interpreter sets them for a script",
     "servers/coordinator/pickling.py": "a class of the notebook's, which a closure's pickle defines in __main__",
+    "compat/ipython_internals.py": "linecache.checkcache, which IPython 7 has replaced, too",
     "engine/adapted_shell.py": "sys.stdout and sys.stderr of the engine",
+    "engine/app.py": "sys.stdout, sys.stderr and sys.displayhook of the engine",
     "engine/debugging/debugger.py": "the latest debugger, which is data of pdb",
     "engine/guard.py": "sys.unraisablehook, which calls the one before",
     "engine/template.py": "the key of this process, which it would share with the process that it was forked from",
