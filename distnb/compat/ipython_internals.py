@@ -6,6 +6,7 @@ reaches the pages, so the widgets of a replica are shown as text.
 
 from __future__ import annotations
 
+import importlib.util
 import linecache
 import traceback
 from collections.abc import Callable
@@ -24,13 +25,8 @@ with private_names("IPython"):
     _show_lines = InteractiveShell._showtraceback.__name__
     _note_error: Any = InteractiveShell._get_exc_info
 
-try:
-    from comm.base_comm import BaseComm
-except ModuleNotFoundError:
-    BaseComm = object
-    HAS_COMM = False
-else:
-    HAS_COMM = True
+HAS_COMM = importlib.util.find_spec("comm") is not None
+BaseComm: Any = importlib.import_module("comm.base_comm").BaseComm if HAS_COMM else object
 
 __all__ = [
     "HAS_COMM",
