@@ -29,6 +29,7 @@ _METRICS = "Each replica updates its own copy of a metric, and reading the metri
 _NAMES = "Metrics have Keras's method names, too."
 _VARIABLES = "Keras's torch backend ignores how the values of several replicas are combined."
 _SCOPES = "Models and metrics that were made outside the scope are refused, and distributed data is resolved."
+_SEEDS = "An equal seed leaves the notebook's state as it was, and not the replicas', which have drawn numbers."
 _PROMPTS = "A replica's prompt appears in the notebook."
 
 _TABLE: Final = {
@@ -85,7 +86,9 @@ _TABLE: Final = {
     "transformers.modeling_utils:PreTrainedModel.save_pretrained": "A sharded model is gathered before it is written.",
     # Jupyter
     "comm:create_comm": "A replica's widgets appear in the notebook.",
-    # Python
+    # NumPy and Python
+    "numpy.random:{seed,set_state}": _SEEDS,
+    "random:{seed,setstate}": _SEEDS,
     "builtins:input": _PROMPTS,
     "getpass:getpass": _PROMPTS,
     "pdb:Pdb.{set_trace,set_trace_async}": _PROMPTS,
@@ -112,8 +115,8 @@ class Patch(NamedTuple):
 
     Attributes:
         reason: What would go wrong without it.
-        versions: The first and the last tested version of the library. It is () for Python's own modules, and for
-            `comm`, which has its users set the function.
+        versions: The first and the last tested version of the library. It is () for Python's own modules, for `comm`,
+            which has its users set the function, and for NumPy's public functions.
     """
 
     reason: str
@@ -180,6 +183,8 @@ def wrap(target: str, wrapper: Callable[..., Any]) -> None:
         def function(*args: Any, **kwargs: Any) -> Any:
             return wrapper(plain, *args, **kwargs)
 
+        if inspect.ismodule(owner):  # pickled by its name, also in place of a bound method
+            function.__module__, function.__qualname__ = owner.__name__, attribute
         return function
 
     found = inspect.getattr_static(owner, attribute)

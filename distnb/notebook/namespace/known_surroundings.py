@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distnb.objects.modes.environment import Environment, Moment, apply_environment, capture_environment, is_current
+from distnb.objects.modes.environment import (
+    Environment,
+    Moment,
+    apply_environment,
+    capture_environment,
+    is_current,
+    watch_seeds,
+)
 from distnb.wire.exchange import Reloads, Surroundings
 
 __all__ = ["KnownSurroundings"]
@@ -21,6 +28,7 @@ class KnownSurroundings:
         self._set_by: dict[str, int] = {}  # the serial of the program that changed a mode last, by mode
         self._sources: dict[str, int] = {}  # hashes of texts, by file name
         self._modules: dict[str, Reloads] = {}
+        watch_seeds()
 
     def clear(self) -> None:
         """Forget everything, since an engine may have something else."""

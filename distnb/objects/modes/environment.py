@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from distnb.compat import patches
 from distnb.objects.modes import python_modes
 from distnb.objects.modes.mode import MOMENTS, Mode, Moment
+from distnb.objects.modes.seeds import count_seed
 
 __all__ = [
     "NO_CHANGES",
@@ -31,6 +33,7 @@ __all__ = [
     "current_cell",
     "is_current",
     "outside_inference",
+    "watch_seeds",
 ]
 
 RANDOM = ("torch random state", "random", "numpy.random", "keras.random")
@@ -132,9 +135,24 @@ _cell = 0
 
 
 def cell_began() -> None:
-    """Note that a cell of the notebook begins."""
+    """Note that a cell of the notebook begins, or that all modes must be compared as if one did."""
     global _cell
     _cell += 1
+
+
+def watch_seeds() -> None:
+    """Have the next program get the random states whenever the user sets a seed. Idempotent."""
+    for target in _SEEDING:
+        patches.wrap(target, _seed)
+
+
+_SEEDING = ("random:seed", "random:setstate", "numpy.random:seed", "numpy.random:set_state")
+
+
+def _seed(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    count_seed()
+    cell_began()
+    return plain(*args, **kwargs)
 
 
 def current_cell() -> int:

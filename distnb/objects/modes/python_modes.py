@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 from distnb.objects.modes.mode import Mode
+from distnb.objects.modes.seeds import random_mode
 from distnb.objects.rng_state import numpy_state, set_numpy_state
 
 __all__ = ["MODES", "own_path_entries", "raw_modes"]
@@ -169,6 +170,6 @@ MODES: tuple[Mode, ...] = (
     Mode(name="warning filters", capture=_warning_filters, apply=_set_warning_filters, when="beginning"),
     Mode(name="tracebacks", capture=_traceback_mode, apply=_set_traceback_mode, when="beginning"),  # %xmode
     Mode(name="log levels", capture=_log_levels, apply=_set_log_levels),
-    Mode(name="random", capture=random.getstate, apply=random.setstate, when="end"),
-    Mode(name="numpy.random", capture=numpy_state, apply=set_numpy_state, when="end"),
+    random_mode("random", random.getstate, random.setstate),
+    random_mode("numpy.random", numpy_state, set_numpy_state),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -91,6 +93,20 @@ def test_gradient_mode_follows_the_notebook(strategy: Any) -> None:
         assert strategy.run(enabled) is True
         with torch.no_grad():
             assert strategy.run(enabled) is False
+
+
+def test_an_equal_seed_starts_the_sequence_again(strategy: Any) -> None:
+    def draw() -> tuple[float, float]:
+        return random.random(), float(numpy.random.rand())
+
+    drawn = []
+    for _ in range(3):
+        random.seed(1)
+        numpy.random.seed(1)
+        drawn.append([strategy.run(draw) for _ in range(3)])
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert drawn[0][0] != drawn[0][1] != drawn[0][2]
+    assert draw() == drawn[0][0]
 
 
 def test_errors_keep_their_types(strategy: Any) -> None:
