@@ -34,7 +34,8 @@ class MemoryBlock:
     """A block of this process's host memory.
 
     Args:
-        owner: The object that keeps the memory alive: an array of bytes, or a torch tensor of bytes.
+        owner: The object that keeps the memory alive: an array of bytes, or a torch tensor of bytes; None for the
+            storage, as a tensor that is made when it is needed.
         start: The address.
         nbytes: The size in bytes.
         storage: The storage of torch that the block covers completely; None if there is none.
@@ -43,10 +44,10 @@ class MemoryBlock:
         digest: The digest of the bytes that the other side has; None if it has none.
     """
 
-    __slots__ = ("__weakref__", "digest", "nbytes", "owner", "start", "storage")
+    __slots__ = ("__weakref__", "_owner", "digest", "nbytes", "start", "storage")
 
     def __init__(self, owner: Any, start: int, nbytes: int, storage: Any = None) -> None:
-        self.owner = owner
+        self._owner = owner
         self.start = start
         self.nbytes = nbytes
         self.storage = storage
@@ -55,7 +56,14 @@ class MemoryBlock:
     @staticmethod
     def of_storage(storage: Any) -> MemoryBlock:
         """Return the block of a whole storage."""
-        return MemoryBlock(_bytes_on(storage), storage.data_ptr(), storage.nbytes(), storage)
+        return MemoryBlock(None, storage.data_ptr(), storage.nbytes(), storage)
+
+    @property
+    def owner(self) -> Any:
+        """The object that keeps the memory alive: an array of bytes, or a torch tensor of bytes."""
+        if self._owner is None:
+            self._owner = _bytes_on(self.storage)
+        return self._owner
 
     @property
     def is_resizable(self) -> bool:
@@ -73,11 +81,11 @@ class MemoryBlock:
         """Update address and size if torch has resized the storage."""
         storage = self.storage
         if storage is not None and (storage.nbytes() != self.nbytes or storage.data_ptr() != self.start):
-            self.owner, self.start, self.nbytes = _bytes_on(storage), storage.data_ptr(), storage.nbytes()
+            self._owner, self.start, self.nbytes = None, storage.data_ptr(), storage.nbytes()
 
     def buffer(self) -> Any:
         """Return the bytes, as `buffer_at` does."""
-        return buffer_at(self.start, self.nbytes, self.owner)
+        return buffer_at(self.start, self.nbytes, self.storage if self._owner is None else self._owner)
 
     def array(self) -> Any:
         """View the block as an array of bytes. torch does not resize a storage that an array shares."""
