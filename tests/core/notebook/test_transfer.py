@@ -233,7 +233,7 @@ def test_a_killed_engine_leaves_no_memory_behind() -> None:
 
         def pipeline() -> None:
             for number in range(8):
-                session.calls.call(MIRRORED, "run", (end_the_second, (tensor, number)), {}, wait=False)
+                session.calls.call(MIRRORED, "run", (end_the_second, (tensor, number), {}), {}, wait=False)
             session.calls.finish()
 
         with pytest.raises(EngineDied):
