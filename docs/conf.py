@@ -77,6 +77,14 @@ def fold_solutions(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = json.dumps(notebook)
 
 
+def read_as_ipython(app: Sphinx, page: str, source: list[str]) -> None:
+    """Have lines such as `!pip install …` coloured, too. Jupyter does not store the notebooks' lexer."""
+    if page.startswith("notebooks/"):
+        notebook = json.loads(source[0])
+        notebook["metadata"]["language_info"]["pygments_lexer"] = "ipython3"
+        source[0] = json.dumps(notebook)
+
+
 def keep_first_sentence(app: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
     """Keep napoleon from reading the text before a colon in an attribute's first line as its type."""
     if kind in ("attribute", "property", "data") and lines:
@@ -102,5 +110,6 @@ def setup(app: Sphinx) -> None:
     """Connect the handlers to the events of Sphinx."""
     app.connect("source-read", take_in_new_pages)
     app.connect("source-read", fold_solutions)
+    app.connect("source-read", read_as_ipython)
     app.connect("autodoc-process-docstring", keep_first_sentence, priority=400)  # before napoleon
     app.connect("missing-reference", find_public_name)

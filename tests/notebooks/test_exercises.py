@@ -61,7 +61,7 @@ def test_each_exercise_states_its_task_and_has_a_folded_solution(notebook: Path)
 @pytest.mark.parametrize("notebook", EXERCISES, ids=lambda path: path.stem)
 def test_each_check_has_a_message(notebook: Path) -> None:
     cells = ("".join(cell["source"]) for cell in _cells(notebook) if cell["cell_type"] == "code")
-    code = [re.sub(r"^%.*", "", cell, flags=re.MULTILINE) for cell in cells]
+    code = [re.sub(r"^[!%].*", "", cell, flags=re.MULTILINE) for cell in cells]
     checks = [node for cell in code for node in ast.walk(ast.parse(cell)) if isinstance(node, ast.Assert)]
     assert checks
     assert [ast.unparse(check) for check in checks if check.msg is None] == []

@@ -150,8 +150,8 @@ _SEEDING = ("random:seed", "random:setstate", "numpy.random:seed", "numpy.random
 
 
 def _seed(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    count_seed()
-    cell_began()
+    if count_seed():
+        cell_began()
     return plain(*args, **kwargs)
 
 

@@ -18,21 +18,26 @@ from distnb.objects.modes.mode import Mode
 __all__ = ["count_seed", "random_mode"]
 
 _seeds = 0
+_is_applying = False
 
 
-def count_seed() -> None:
-    """Note that the user sets a seed in this process."""
+def count_seed() -> bool:
+    """Note that a seed is set in this process. Return False if the user does not set it."""
     global _seeds
-    _seeds += 1
+    _seeds += not _is_applying
+    return not _is_applying
 
 
 def random_mode(name: str, capture: Callable[[], Any], apply: Callable[[Any], None]) -> Mode:
     """Return the mode of a random state, which differs if another seed was set, even an equal one."""
 
     def set_state(numbered: tuple[int, Any]) -> None:
-        global _seeds
-        number, state = numbered
-        apply(state)  # which may count as a seed
-        _seeds = number
+        global _seeds, _is_applying
+        _seeds, state = numbered
+        _is_applying = True
+        try:
+            apply(state)
+        finally:
+            _is_applying = False
 
     return Mode(name=name, capture=lambda: (_seeds, capture()), apply=set_state, when="end")

@@ -139,7 +139,8 @@ def test_a_call_takes_few_calls_of_python(session: Session, name: str, wait: boo
                 each.result()
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        counted[0] += event == "call"
+        # Earlier tests of this process may have loaded Keras, whose settings are then compared, too.
+        counted[0] += event == "call" and "keras" not in frame.f_code.co_filename
 
     def measure(calls: int) -> tuple[int, float]:
         loop(10)
