@@ -35,6 +35,7 @@ __all__ = [
     "cell_number",
     "draw_notes",
     "error_drawer",
+    "has_parent_by_thread",
     "name_cell",
     "number_cells",
     "redirect_errors",
@@ -43,6 +44,11 @@ __all__ = [
 
 _COLOURS: dict[str, Any] = {"theme_name": "neutral"} if IPython.version_info >= (9,) else {"color_scheme": "Neutral"}
 _IS_7 = IPython.version_info < (8,)
+
+
+def has_parent_by_thread(shell: InteractiveShell) -> bool:
+    """Return whether each thread has a parent of its own. In old kernels, all have that of the latest request."""
+    return isinstance(getattr(type(shell), "parent_header", None), property)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from distnb.compat.ipython_internals import has_parent_by_thread
 from distnb.notebook.output.displays import Area, Clear, Instruction, Show, WriteText
 from distnb.widgets.value_views.showing import drawn
 
@@ -89,8 +90,8 @@ class NotebookPublisher(Publisher):
 
     def adopt_thread(self) -> None:
         """Route output that the calling thread prints to this cell."""
-        if not self.current or not _has_parent_by_thread(self._shell):
-            return
+        if not self.current or not has_parent_by_thread(self._shell):
+            return  # an old kernel has one parent for all threads, and the next cell may have begun
         self._shell.parent_header = self._parent
         # The shell's own method sets them one by one, too: the objects that %%capture substitutes have no set_parent.
         for output in (self._shell.displayhook, self._shell.display_pub, sys.stdout, sys.stderr):
@@ -130,14 +131,6 @@ class NotebookPublisher(Publisher):
     def _send(self, kind: str, content: dict[str, Any], topic: bytes) -> None:
         kernel = self._shell.kernel
         kernel.session.send(kernel.iopub_socket, kind, content, parent=self._parent, ident=topic)
-
-
-def _has_parent_by_thread(shell: Any) -> bool:
-    """Return whether each thread has a parent of its own. In old kernels, all threads have that of the latest request.
-
-    There the parent must not be set here: the next cell may have begun.
-    """
-    return isinstance(getattr(type(shell), "parent_header", None), property)
 
 
 class TerminalPublisher(Publisher):

@@ -95,11 +95,11 @@ class Needs:
 
         Return None for others, such as a program that reads a class or an object with methods of the user's.
         """
+        found = self.digests
+        if found.dynamic or found.classes or found.refused or not UNPICKLING.isdisjoint(found.attributes):
+            return None
         functions = {name: value for name, value in self.sections.items() if has_constant_parts(value)}
         data = {name: value for name, value in self.sections.items() if name not in functions}
-        found = self.digests
-        if found.dynamic or not UNPICKLING.isdisjoint(found.attributes):
-            return None
         if data and not self._tracked.has_only_data(data):
             return None
         names = {name: self._user_ns.get(name, MISSING) for name in self._done}

@@ -105,12 +105,12 @@ class CallPlans:
     ) -> bool:
         """Make the plan of a call that was packed in the ordinary way. Return False if it gets none, or has one."""
         fn, given = _parts_of_call(method, args, kwargs)
-        tracked, found = self._namespace.simple_reads()
-        if type(fn) is not types.FunctionType or found is None or this_process.before_program is not None:
+        is_sent = isinstance(snapshot.arguments, tuple) and _is_inert(snapshot)
+        if type(fn) is not types.FunctionType or not is_sent or this_process.before_program is not None:
             return False
+        tracked, found = self._namespace.simple_reads()
         is_ours = method == "" and is_bare(fn)
-        is_sent = isinstance(snapshot.arguments, tuple)
-        if not (is_ours or any(fn is each for each in found.functions)) or not is_sent or not _is_inert(snapshot):
+        if found is None or not (is_ours or any(fn is each for each in found.functions)):
             return False
         if not all(state_of_handle(each).is_whole for each in tracked.references.met.values()):
             return False

@@ -158,8 +158,7 @@ def test_a_call_takes_few_calls_of_python(session: Session, name: str, wait: boo
         few, many = measure(20), measure(120)
         return (many[0] - few[0]) / 100, (many[1] - few[1]) / 100
 
-    costs = [
-        cost() for _ in range(3)
-    ]  # on a busy machine some calls wait longer, which takes some calls of Python more
+    # On a busy machine some calls wait longer, which takes some calls of Python more.
+    costs = [cost() for _ in range(3)]
     assert min(each[0] for each in costs) <= 1.15 * here
     assert min(each[1] for each in costs) <= 1.15 * there
