@@ -292,8 +292,8 @@ class SimulatedEngine:
         line = 3 + self._steps % 3
         self._where = f"cell 1, line {line}"
         await asyncio.sleep(seconds * self._random.uniform(0.6, 0.8))
-        await self._collective("group.all_reduce(float32[100000], sum)", seconds * 0.2)
-        await self._collective("group.all_reduce(float32[], sum)", 0.0)
+        await self._collective("distnb's all_reduce(float32[100000], sum)", seconds * 0.2)
+        await self._collective("distnb's all_reduce(float32[], sum)", 0.0)
         self._steps, self._examples = self._steps + 1, self._examples + _BATCH
         now = time.monotonic()
         self._activity.append((next(self._serials), "step", now, now, now, "", self._steps, "", ""))

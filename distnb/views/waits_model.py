@@ -187,5 +187,5 @@ def _words(sample: TelemetrySample, wait: Waiting, count: int = 1) -> str:
 
 
 def _short(operation: str) -> str:
-    """Return the name by which the user called an operation: all_reduce for `group.all_reduce(float32[10], sum)`."""
-    return operation.partition("(")[0].removeprefix("group.")
+    """Return the name by which the user called an operation: all_reduce for `distnb's all_reduce(float32[10], sum)`."""
+    return operation.partition("(")[0].removeprefix("distnb's ")

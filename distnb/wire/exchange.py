@@ -30,6 +30,7 @@ __all__ = [
     "Surroundings",
     "TeamKey",
     "Upkeep",
+    "argument_name",
     "follow",
     "former",
     "is_bare",
@@ -74,6 +75,11 @@ class NamedArgument(NamedTuple):
     """An argument of a call that represents the value of a name."""
 
     name: str
+
+
+def argument_name(value: Any) -> str:
+    """Return the name that is sent for an argument without a name."""
+    return f"@{id(value):x}"
 
 
 class HeldArgument(NamedTuple):

@@ -1,7 +1,8 @@
 """The messages of calls by plan, which are as small as possible. See `distnb/notebook/README.md`.
 
 Values in them are those that pickle writes without a class: numbers, short strings, and containers of them. A handle is
-sent as the list `[identity, kind]`, so a list is sent as `[None, *items]`.
+sent as the list `[identity, kind]`, data that the engines have as `[name, SECTION]`, so a list is sent as
+`[None, *items]`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from distnb.wire.described_values import (
 )
 from distnb.wire.messages import ObjectId
 
-__all__ = ["BARE", "SHORT", "OwnNumber", "PlannedCall", "PlannedReply", "opened"]
+__all__ = ["BARE", "SECTION", "SHORT", "OwnNumber", "PlannedCall", "PlannedReply", "opened"]
 
 BARE = frozenset({type(None), bool, int, float, str})
 """The types of plain values in these messages."""
 
 SHORT = 400
 """The number of characters of the longest string in them."""
+
+
+SECTION = "section"
+"""The kind of an argument that the engines have by the name of its section."""
 
 
 class PlannedCall(NamedTuple):
@@ -110,8 +115,8 @@ class PlannedReply(_PlannedReply):
         return Result(serial=self.serial, result=returned)
 
 
-def opened(value: Any, resolve: Callable[[ObjectId, str], Any]) -> Any:
-    """Return a value that was sent in a planned call, with the objects behind its handles."""
+def opened(value: Any, resolve: Callable[[Any, str], Any]) -> Any:
+    """Return a value that was sent in a planned call. `resolve` gets the two items of the lists above."""
     kind = type(value)
     if kind is list:
         return [opened(each, resolve) for each in value[1:]] if value[0] is None else resolve(*value)

@@ -18,8 +18,8 @@ from tests.support.sessions import run_cell
 
 Step = tuple[str, str]
 """A kind, and a text: "here" executes it in the notebook, "there" in a distributed cell. "call" and "pipe" call the
-function of that name a few times and record the results, waiting for each or for all. "cell" begins another cell of the
-notebook. "act" calls a function of the test."""
+function of that name a few times and record the results, waiting for each or for all; "give" calls it with arguments.
+"cell" begins another cell of the notebook. "act" calls a function of the test."""
 
 SETUP = """
 import os, random, time, torch
@@ -135,6 +135,16 @@ def change_default():
     helper.__defaults__ = (n,)
 def both():
     return (float(made.sum()) if isinstance(made, torch.Tensor) else made) * LR
+def sizes(first, second=(), by=1):
+    return [float(torch.as_tensor(each, dtype=torch.float64).sum()) * by for each in (first, *second)]
+def change_given(values):
+    if isinstance(values, list):
+        values.append(n)
+    else:
+        values.mul_(k)
+    return values
+def is_data(value):
+    return value is data
 closed, pured = keep(1), pure(2)
 made = 1
 """
@@ -165,6 +175,22 @@ _CALLS = [
     *("set_dtype", "set_variable", "fail", "fail_on_one", "drop", "unset", "has_extra", "make", "make_number"),
     *("make_rows", "make_pair", "use", "change_made", "train", "training", "annotated", "closed", "pured", "mark"),
     *("change_default", "lambda: n + k", "lambda: LR", "lambda x=k: x"),
+]
+_GIVEN = [
+    *(
+        "sizes, (data,)",
+        "sizes, (data, (rows, data))",
+        "sizes, (rows, (n, 2.5), k)",
+        "sizes, (n,)",
+        "sizes, (data + n,)",
+    ),
+    *(
+        "sizes, (made,)",
+        "sizes, (data, [data, rows])",
+        "change_given, (data,)",
+        "change_given, (rows,)",
+        "is_data, (data,)",
+    ),
 ]
 _OFTEN = [
     "scale",
@@ -259,9 +285,12 @@ def program(seed: int, length: int = 24, acts: int = 0) -> list[Step]:
     draw = random.Random(seed)
     steps: list[Step] = []
     for _ in range(length):
-        kind = draw.choices(["call", "pipe", "here", "there", "cell", "act"], [10, 3, 8, 2, 1, 1 if acts else 0])[0]
+        kinds = {"call": 10, "give": 3, "pipe": 3, "here": 8, "there": 2, "cell": 1, "act": 1 if acts else 0}
+        (kind,) = draw.choices([*kinds], [*kinds.values()])
         if kind in ("call", "pipe"):
             steps.append((kind, draw.choice(_OFTEN if draw.random() < 0.6 else _CALLS)))
+        elif kind == "give":
+            steps.append((kind, draw.choice(_GIVEN)))
         elif kind in ("here", "there"):
             text = draw.choice(_HERE if kind == "here" else _THERE)
             steps.append((kind, text.format(i=draw.randrange(1, 9), f=draw.choice([0.25, 1.5, -0.0, 0.0]))))
@@ -282,6 +311,7 @@ def run_program(session: Session, steps: list[Step], acts: list[Callable[[Sessio
         session.cells.run(MODEL, strategy.spec, filename="<model>", in_scope=True)
         exec("first_made, other_made = strategy.run(make), strategy.run(make)", namespace)
         for number, (kind, text) in enumerate(steps):
+            failed = False
             try:
                 if kind == "here":
                     exec(text, namespace)
@@ -290,16 +320,26 @@ def run_program(session: Session, steps: list[Step], acts: list[Callable[[Sessio
                 elif kind == "call":
                     for _ in range(4):
                         found.append(strategy.run(eval(text, namespace)))
+                elif kind == "give":
+                    for _ in range(4):
+                        function, args = eval(text, namespace)
+                        found.append(strategy.run(function, args=args))
                 elif kind == "pipe":
-                    found += _pipelined(lambda text=text: strategy.run(eval(text, namespace), options=no_wait))
+                    results = _pipelined(lambda text=text: strategy.run(eval(text, namespace), options=no_wait))
+                    failed = results == ["failed"]
+                    found += results
                 elif kind == "act":
                     acts[int(text)](session)
                 else:
                     cell_began()
             except Exception as error:
+                failed = True
                 found.append((number, type(error).__name__, str(error).partition("\n")[0]))
             except KeyboardInterrupt:
+                failed = True
                 found.append((number, "interrupted"))
+            if failed:  # it depends on the moment how far the other replica came, and which numbers it drew
+                random.seed(number)
             try:
                 session.calls.finish()
             except (Exception, ProgramAborted):

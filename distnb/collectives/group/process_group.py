@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OWN", "GuardedProcessGroup"]
 
-OWN = "group."
+OWN = "distnb's "
 """The prefix of the names of distnb's own operations. A program's time limits apply to torch's operations only."""
 
 _NOT_CONNECTED = (

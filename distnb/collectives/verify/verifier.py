@@ -480,7 +480,7 @@ class Verifier:
         """Warn once if two lines with different texts called one collective."""
         if self.log.me != 0 or mine.line_text == other.line_text:
             return  # if any two replicas differ, one of them differs from replica 0
-        if "root=" in mine.operation and not mine.operation.startswith(("reduce(", "group.reduce(")):
+        if "root=" in mine.operation and not mine.operation.startswith(("reduce(", "distnb's reduce(")):
             return  # the root, or all replicas but the root, may have another argument
         lines = (mine.key[8:16], other.key[8:16])
         if lines not in self._warned:

@@ -20,7 +20,7 @@ from distnb.values.structure import select
 from distnb.wire.described_values import RETURNED
 from distnb.wire.exchange import NamedArgument, Snapshot, Upkeep
 from distnb.wire.messages import CallFunction, ObjectId, Reply
-from distnb.wire.planned import BARE, SHORT, OwnNumber, PlannedCall, PlannedReply, opened
+from distnb.wire.planned import BARE, SECTION, SHORT, OwnNumber, PlannedCall, PlannedReply, opened
 
 __all__ = ["PlannedCalls"]
 
@@ -126,7 +126,9 @@ class PlannedCalls:
         def own(identity: ObjectId, kind: str) -> Any:
             return objects.references.resolve(("own", identity, {}, kind))
 
-        def argument(identity: ObjectId, kind: str) -> Any:
+        def argument(identity: Any, kind: str) -> Any:
+            if kind == SECTION:
+                return objects.tracker.root(identity)
             return objects.references.resolve(("argument", identity, {}, kind))
 
         upkeep = Upkeep(release=call.released) if call.released else None

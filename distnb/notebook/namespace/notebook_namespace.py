@@ -30,7 +30,7 @@ from distnb.runtime.this_process import this_process
 from distnb.topology import Team
 from distnb.values import DistributedValues, Future
 from distnb.wire.described_values import Result
-from distnb.wire.exchange import HeldArgument, Inquiry, NamedArgument, Snapshot, TeamKey, Upkeep, is_bare
+from distnb.wire.exchange import HeldArgument, Inquiry, NamedArgument, Snapshot, TeamKey, Upkeep, argument_name, is_bare
 from distnb.wire.messages import ObjectId
 
 __all__ = ["NotebookNamespace"]
@@ -440,6 +440,6 @@ class _Arguments:
         if name and self._user_ns.get(name) is value:
             self._needs.more.append(name)
         else:
-            name = f"@{id(value):x}"
+            name = argument_name(value)
             self._needs.unseen[name] = value
         return NamedArgument(name)

@@ -17,7 +17,7 @@ from distnb.objects.digesting import Digests, Side
 from distnb.objects.packing import Packed
 from distnb.objects.tracking import Tracker
 from distnb.values import DistributedValues, Mirrored, PerReplica
-from distnb.wire.exchange import Snapshot, TeamKey, former
+from distnb.wire.exchange import Snapshot, TeamKey, argument_name, former
 from distnb.wire.messages import ObjectId
 
 __all__ = ["MISSING", "TrackedObjects"]
@@ -102,6 +102,7 @@ class TrackedObjects:
 
     def __init__(self, key: TeamKey, user_ns: dict[str, Any], classes: Classes) -> None:
         self.key = key
+        self._user_ns = user_ns
         self.references = NotebookReferences(self)
         self.tracker = Tracker(Side(user_ns=user_ns, references=self.references, classes=classes))
         self.bound = BoundNames(self.tracker)
@@ -218,9 +219,15 @@ class TrackedObjects:
         self.upkeep.renamed |= renamed
 
     def forget_arguments(self, used: Iterable[str]) -> None:
-        """Forget unnamed arguments of earlier calls, and classes beyond a few, unless engine objects hold them."""
+        """Forget arguments of earlier calls that the user has no name for, and classes beyond a few.
+
+        Those that engine objects hold stay.
+        """
         unused = dict.fromkeys(name for name in self.tracker.names if name[0] in "@%" and name not in used)
         arguments = [name for name in unused if name[0] == "@"]
+        if arguments:
+            named = {argument_name(value) for value in self._user_ns.values()}
+            arguments = [name for name in arguments if name not in named]
         classes = [name for name in unused if name[0] == "%"]
         if arguments or len(classes) > _MOST_CLASSES:
             held = self.held_names()

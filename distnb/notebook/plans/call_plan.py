@@ -15,9 +15,9 @@ from distnb.objects.code.function_parts import FunctionParts
 from distnb.options import StrategySpec
 from distnb.topology import Team
 from distnb.values import Mirrored
-from distnb.wire.exchange import Inquiry
+from distnb.wire.exchange import Inquiry, argument_name
 from distnb.wire.messages import ObjectId
-from distnb.wire.planned import BARE, SHORT
+from distnb.wire.planned import BARE, SECTION, SHORT
 
 __all__ = ["CallPlan", "UnplannedError"]
 
@@ -62,7 +62,8 @@ class CallPlan:
         self._is_named = names.get(fn.__name__) is fn
         self._doubt = latest_doubt()
         # A plan keeps neither data nor objects alive: `del model` frees them.
-        self._data = tuple(data)
+        self._arguments = frozenset(name for name in data if name[0] == "@")
+        self._data = tuple(name for name in data if name not in self._arguments)
         self._names = {name: each for name, each in names.items() if type(each) not in HANDLES and name not in data}
         self._handles = {name: weakref.ref(value) for name, value in names.items() if type(value) in HANDLES}
         self._functions = [(each, FunctionParts(each)) for each in functions]
@@ -91,15 +92,19 @@ class CallPlan:
         # If a name was deleted that the engines have bound, an ordinary call deletes it there.
         if not (self.tracked.bound.exist(user_ns) and self.tracked.surroundings.are_current()):
             return None
-        if self._data and not self.tracked.has({name: get(name) for name in self._data}):
-            return None
         return found
 
-    def coded(self, value: Any, batch: Any, reads: list[ObjectId]) -> Any:
-        """Return a value as planned calls send it, and add the ids of its handles to a list.
+    def named_data(self, user_ns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the data that the call reads by names, as it is now."""
+        return {name: user_ns.get(name) for name in self._data}
+
+    def coded(self, value: Any, batch: Any, reads: list[ObjectId], data: dict[str, Any]) -> Any:
+        """Return a value as planned calls send it.
 
         Args:
             batch: The value whose lists and dicts may be rebuilt on the replicas (`NotebookNamespace.batch`).
+            reads: Gets the ids of its handles.
+            data: Gets its data that the engines have, by the names of its sections.
 
         Raises:
             UnplannedError: Only an ordinary call can send the value.
@@ -109,17 +114,21 @@ class CallPlan:
             if kind is not str or len(value) <= SHORT:
                 return value
         elif kind is tuple:
-            return tuple([self.coded(each, batch, reads) for each in value])
+            return tuple([self.coded(each, batch, reads, data) for each in value])
         elif kind in HANDLES:
             state = state_of_handle(value)
             if state.tracked is self.tracked and (state.identity in self.reads or state.is_simple):
                 reads.append(state.identity)
                 return [state.identity, "Mirrored" if isinstance(value, Mirrored) else "PerReplica"]
-        elif value is batch:
-            if kind is list:
-                return [None, *[self.coded(each, each, reads) for each in value]]
-            if kind is dict:
-                return {name: self.coded(each, each, reads) for name, each in value.items()}
+        elif value is batch and kind is list:
+            return [None, *[self.coded(each, each, reads, data) for each in value]]
+        elif value is batch and kind is dict:
+            return {name: self.coded(each, each, reads, data) for name, each in value.items()}
+        else:
+            name = argument_name(value)
+            if name in self._arguments:
+                data[name] = value
+                return [name, SECTION]
         raise UnplannedError
 
     def note_rebound(self, values: Mapping[str, Any]) -> None:

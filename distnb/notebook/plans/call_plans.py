@@ -75,10 +75,13 @@ class CallPlans:
         if rebound is None:
             return None
         reads: list[ObjectId] = []
+        data = plan.named_data(self._namespace.user_ns)
         try:
-            arguments = _coded(plan, given, self._namespace.batch, reads)
-            values = {name: plan.coded(value, None, reads) for name, value in rebound.items()} if rebound else {}
+            arguments = _coded(plan, given, self._namespace.batch, reads, data)
+            values = {name: plan.coded(value, None, reads, data) for name, value in rebound.items()} if rebound else {}
         except UnplannedError:
+            return None
+        if data and not plan.tracked.has(data):
             return None
         if changed and not set().union(*changed).isdisjoint(plan.reads.union(reads)):
             return None
@@ -120,7 +123,7 @@ class CallPlans:
             return False
         plan = CallPlan(program, spec, team, tracked, fn, found, snapshot.inquiry, frozenset(tracked.references.met))
         try:
-            _coded(plan, given, self._namespace.batch, [])
+            _coded(plan, given, self._namespace.batch, [], {})
         except UnplannedError:
             return False
         self._plans.pop(key, None)
@@ -140,12 +143,12 @@ def _parts_of_call(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return (args[0], (args[1:], {})) if method == "" else (None, None)
 
 
-def _coded(plan: CallPlan, given: Any, batch: Any, reads: list[ObjectId]) -> Any:
+def _coded(plan: CallPlan, given: Any, batch: Any, reads: list[ObjectId], data: dict[str, Any]) -> Any:
     args, kwargs = given
     if not (args or kwargs):
         return ()
-    named = {name: plan.coded(value, batch, reads) for name, value in kwargs.items()} if kwargs else {}
-    return tuple([plan.coded(value, batch, reads) for value in args]), named
+    named = {name: plan.coded(value, batch, reads, data) for name, value in kwargs.items()} if kwargs else {}
+    return tuple([plan.coded(value, batch, reads, data) for value in args]), named
 
 
 def _is_inert(snapshot: Snapshot) -> bool:

@@ -215,8 +215,8 @@ def test_mismatched_steps_are_detected() -> None:
         result = str(error)
     """
     for rank in run_ranks(_START + dedent(program), 2):
-        assert "group.exchange(float64[], root=0→1)" in rank.result, rank
-        assert "group.exchange(float64[], root=1→0)" in rank.result
+        assert "distnb's exchange(float64[], root=0→1)" in rank.result, rank
+        assert "distnb's exchange(float64[], root=1→0)" in rank.result
     shapes = """
     ones = torch.ones(2, 3) if os.environ["RANK"] == "0" else torch.ones(3, 2)
     strategy = distnb.MirroredStrategy(cross_device_ops=HierarchicalCopyAllReduce())
@@ -226,8 +226,8 @@ def test_mismatched_steps_are_detected() -> None:
         result = str(error)
     """
     for rank in run_ranks(_START + dedent(shapes), 2):
-        assert "group.pack(float32[2, 3], float32[1])" in rank.result, rank
-        assert "group.pack(float32[3, 2], float32[1])" in rank.result
+        assert "distnb's pack(float32[2, 3], float32[1])" in rank.result, rank
+        assert "distnb's pack(float32[3, 2], float32[1])" in rank.result
 
 
 def test_an_algorithm_can_use_devices_ranks_and_collectives() -> None:

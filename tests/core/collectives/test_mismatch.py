@@ -14,8 +14,8 @@ pytestmark = pytest.mark.processes
 
 MISMATCHES = {
     "other_operation": [
-        "replica 0 called group.all_reduce(float32[10], sum) at group_cases.py, line",
-        " called group.broadcast(float32[10], root=0)",
+        "replica 0 called distnb's all_reduce(float32[10], sum) at group_cases.py, line",
+        " called distnb's broadcast(float32[10], root=0)",
     ],
     "other_operation_late": ["all_reduce(float32[10], sum)", "all_gather(float32[10])"],
     "other_shape_known": ["float32[10]", "float32[20]", "collective number 41"],

@@ -82,6 +82,23 @@ def test_random_programs_are_the_same_without_plans(session: Session, capfd: pyt
     assert sum(compare(session, seed, capfd, 24, [interrupt]) for seed in range(3)) > 20
 
 
+def test_calls_with_data_of_the_notebook_have_plans(session: Session) -> None:
+    """Two functions take turns, as training and evaluation do: what one was given is not sent again after the other."""
+    namespace = session.user_ns
+    exec("x, y = [1.5], [2.5]\ndef first(x):\n    return x[0]\ndef second(y):\n    return y[0] + 1", namespace)
+    strategy, results = namespace["strategy"], []
+    with counted_plans() as planned:
+        for number in range(6):
+            if number == 4:
+                namespace["x"].append(namespace["x"].pop() + 10)
+            results += [
+                strategy.run(namespace[each], args=(namespace[data],))
+                for each, data in (("first", "x"), ("second", "y"))
+            ]
+    assert results == [1.5, 3.5] * 4 + [11.5, 3.5] * 2
+    assert len(planned) >= 4
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_many_random_programs_are_the_same_without_plans(session: Session, capfd: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def sample_of(replica: int, steps: int, *, late_s: float = 0.0, waiting: Waiting
     for step in range(steps):
         end = ahead_s + STEP_S * (step + 1)
         arrived = end - 0.05 + late_s
-        place = "team", step + 1, "group.all_reduce(float32[10], sum)", "Cell In[1], line 4"
+        place = "team", step + 1, "distnb's all_reduce(float32[10], sum)", "Cell In[1], line 4"
         events.append((2 * step + 1, "collective", arrived, end, arrived, *place))
         events.append((2 * step + 2, "step", end, end, end, "", step + 1, "", ""))
     program = Event(serial=0, kind="program", begin=ahead_s, end=ahead_s + STEP_S * steps)
@@ -74,7 +74,7 @@ def sample_of(replica: int, steps: int, *, late_s: float = 0.0, waiting: Waiting
 
 
 def waits(seconds: float) -> Waiting:
-    what = "group.all_reduce(float32[10], sum)"
+    what = "distnb's all_reduce(float32[10], sum)"
     return Waiting(kind="collective", what=what, where="Cell In[1], line 4", group="team", number=7, seconds=seconds)
 
 

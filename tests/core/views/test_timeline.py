@@ -41,7 +41,7 @@ def trained(
                 at=met,
                 group="1/world",
                 number=step + 1,
-                what="group.all_reduce(float32[10], sum)",
+                what="distnb's all_reduce(float32[10], sum)",
                 where="Cell In[3], line 4",
             )
             events += [("input", begin, begin + input_s, Arrival(at=begin))] if input_s else []

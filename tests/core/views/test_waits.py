@@ -14,7 +14,7 @@ from distnb.wire.messages import InputFinished, InputRequest, ProgramEnded, Stat
 from tests.support import live_events
 from tests.support.live_events import Recorded, started, team_of
 
-REDUCE = "group.all_reduce(float32[10], sum)"
+REDUCE = "distnb's all_reduce(float32[10], sum)"
 
 
 def sample(replica: int, at: float, **more: Any) -> TelemetrySample:
