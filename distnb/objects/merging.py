@@ -35,6 +35,7 @@ from typing import Any
 import cloudpickle
 
 from distnb.compat import matplotlib_internals
+from distnb.objects import keras_archives
 from distnb.objects.code import definitions
 from distnb.objects.constructors import ByOpener
 from distnb.objects.memory.blocks import MemoryBlock, is_stored
@@ -403,4 +404,6 @@ def _rule_for(kind: type) -> _Rule | None:
         return Merge._array
     if matplotlib_internals.is_transform(kind):
         return Merge._transform
+    if keras_archives.is_symbolic(kind):
+        return lambda merge, new, target: target  # never changed, and a model's graph begins at the existing one
     return next((rule for base, rule in _RULES if issubclass(kind, base)), None)

@@ -165,6 +165,7 @@ def test_what_nobody_assigned_causes_no_notice(cells: Notebook) -> None:
     assert cells.value("keeps.loss == kept['loss'] > 0") is True
     ran = cells.run(
         "%%distribute mirrored\nwith strategy.scope():\n    again = keras.Model(model.inputs, made)\n"
+        "assert again.layers == model.layers\n"
         "assert again.predict(X, verbose=0).shape == (50, 2)",
         timeout_s=60,
     )

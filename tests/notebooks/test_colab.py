@@ -49,6 +49,12 @@ def test_notebooks_run(python: Path, notebook: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_keras_passes(python: Path) -> None:
+    command = [python, "-m", "pytest", "-q", ROOT / "tests" / "keras"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_pictures_replace_the_widget_and_say_so_once(kernel: Notebook) -> None:
     training = "%%distribute mirrored\nfor step in range(4):\n    distnb.live(loss=1 / (1 + step))\n    time.sleep(0.3)"
     ran = kernel.run(training)
