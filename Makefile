@@ -6,8 +6,10 @@
 #   make docs     build the documentation site, build/docs/index.html
 #   make test     run everything that CI runs: linters, prose, types, import contracts, tests, notebooks, browser tests
 #   make unit     run the checks and the tests that start no cluster: the inner loop of development
-#   make soak     run the tests that take long: random walks, stress, many seeds, every number of replicas, make colab
-#   make colab    run the notebooks, and tests of the kernel, with the versions of Colab's and Kaggle's kernels
+#   make soak     run the tests that take long: random walks, stress, many seeds, every number of replicas, make colab,
+#                 make front-ends
+#   make colab    run the notebooks, tests of the kernel and of Keras, with the versions of Colab's and Kaggle's kernels
+#   make front-ends  run the browser tests with the next versions of JupyterLab and Notebook
 #   make bench    run the benchmarks against their peers (see benchmarks/)
 #   make gpu      compare timings with plain torch and run tests/gpu, on a machine with a GPU and without network; it
 #                 installs the wheels in .wheels, and uses the torch of PYTHON
@@ -32,12 +34,13 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 KERAS := $(shell sed -n 's/^keras==/keras==/p' constraints.txt)
 KERAS_NIGHTLY := keras-nightly==3.16.0.dev2026102704
 TENSORFLOW := tensorflow-cpu==2.21.0
+FRONT_ENDS := jupyterlab==4.7.0a2 notebook==7.7.0a2
 RAY_TRAIN := pyarrow==26.0.1 tensorboardX==2.6.5
 COLAB := $(VENV)/colab
 WORKERS ?= 3
 INSTALL := $(PIP) install -qq -c constraints.txt
 
-.PHONY: help demo lab docs test unit check lint style types imports tests soak colab bench gpu gpu-wheels extension hooks clean
+.PHONY: help demo lab docs test unit check lint style types imports tests soak colab front-ends bench gpu gpu-wheels extension hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -124,6 +127,7 @@ tests: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 
 soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly $(VENV)/.made-ray-train $(VENV)/.made-colab
 	$(PYTEST) -m soak $(ARGS)
+	[ -n "$(ARGS)" ] || $(MAKE) --no-print-directory front-ends
 
 colab: $(VENV)/.made-test $(VENV)/.made-colab
 	$(BIN)/python -m pytest -m soak tests/notebooks/test_colab.py $(ARGS)
@@ -138,6 +142,19 @@ $(VENV)/.made-colab: $(VENV)/.made-test pyproject.toml constraints-colab.txt
 	@$(BIN)/uv pip install -q --python $(COLAB)/bin/python -r constraints-colab.txt
 	@$(BIN)/uv pip install -q --python $(COLAB)/bin/python --resolution lowest-direct -c constraints-colab.txt \
 		-e ".[demo,keras]"
+	@$(BIN)/uv pip install -q --python $(COLAB)/bin/python -c constraints.txt pytest pytest-timeout
+	@touch $@
+
+front-ends: $(VENV)/.made-test $(VENV)/.made-front-ends
+	FRONT_ENDS=$(CURDIR)/$(VENV)/front-ends $(PYTEST) -m browser tests/browser $(ARGS)
+
+# The next versions of JupyterLab and Notebook, in a separate environment. Its servers run kernels of our environment. If
+# the index does not have these versions any more, the tests skip with that reason.
+$(VENV)/.made-front-ends: $(VENV)/.made-test
+	@echo "Installing $(FRONT_ENDS) into $(VENV)/front-ends …"
+	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(VENV)/front-ends
+	@$(BIN)/uv pip install -q --compile-bytecode --python $(VENV)/front-ends/bin/python $(FRONT_ENDS) \
+		$(shell grep -E '^(anywidget|jupyterlab_widgets)==' constraints.txt) || echo "$(FRONT_ENDS) is not available." >&2
 	@touch $@
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-ray-train $(VENV)/.made-tensorflow

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.browser.lab import FLAGS, Server, chromium
+from tests.browser.lab import FLAGS, PYTHON, Server, chromium
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,7 @@ def chrome() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Return a JupyterLab server."""
-    pytest.importorskip("jupyterlab", reason="JupyterLab is not installed")
-    server = Server(tmp_path_factory.mktemp("lab"))
+    server = _started(tmp_path_factory.mktemp("lab"), "lab")
     yield server
     server.close()
 
@@ -35,8 +35,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module", params=["lab", "notebook"])
 def front_end(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Return a JupyterLab server, and then one of Notebook 7."""
-    package = {"lab": "jupyterlab", "notebook": "notebook"}[request.param]
-    pytest.importorskip(package, reason=f"{package} is not installed")
-    server = Server(tmp_path_factory.mktemp(request.param), request.param)
+    server = _started(tmp_path_factory.mktemp(request.param), request.param)
     yield server
     server.close()
+
+
+def _started(home: Path, app: str) -> Server:
+    if not PYTHON.with_name(f"jupyter-{app}").exists():
+        pytest.skip(f"jupyter {app} is not installed in {PYTHON.parents[1]}")
+    return Server(home, app)

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ipykernel.kernelspec import write_kernel_spec
+
 ROOT = Path(__file__).parents[2]
 FLAGS = [
     "--headless",
@@ -27,6 +29,8 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+PYTHON = Path(os.environ.get("FRONT_ENDS", sys.prefix)) / "bin" / "python"
+"""The interpreter of the servers: this one, or that of the next front ends (`make front-ends`)."""
 _PAGE = {
     "buildCheck": False,  # each page would start Node
     "disabledExtensions": {"@jupyterlab/extensionmanager-extension": True},  # it asks PyPI
@@ -70,7 +74,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         expose = "LabApp" if app == "lab" else "JupyterNotebookApp"
         command = [
-            *(sys.executable, "-m", "jupyter", app, "--no-browser", f"--port={self.port}", "--ip=127.0.0.1"),
+            *(PYTHON, "-m", "jupyter", app, "--no-browser", f"--port={self.port}", "--ip=127.0.0.1"),
             *("--IdentityProvider.token=", "--ServerApp.password=", "--allow-root", f"--notebook-dir={self.notebooks}"),
             f"--{expose}.expose_app_in_browser=True",
         ]
@@ -80,6 +84,7 @@ class Server:
         # The extension from this folder: an installed one may be an older build.
         (home / "share/labextensions").mkdir(parents=True)
         (home / "share/labextensions/distnb").symlink_to(ROOT / "extension/labextension")
+        write_kernel_spec(home / "share/kernels/python3")  # of this interpreter
         env["JUPYTER_PATH"] = str(home / "share")
         self._log = (home / "server.log").open("w")
         self._process = subprocess.Popen(command, cwd=self.notebooks, env=env, stdout=self._log, stderr=self._log)
@@ -93,6 +98,7 @@ class Server:
                 return
             except OSError:
                 time.sleep(0.1)
+        self.close()
         raise AssertionError(f"no Jupyter server on {self.url}; see {self._log.name}")
 
     def write(self, name: str, cells: Sequence[str]) -> Path:

@@ -81,8 +81,8 @@ PAPERS = [
 @pytest.mark.parametrize("paper", PAPERS)
 def test_commands_and_paths_in_documents_exist(paper: str) -> None:
     text = (ROOT / paper).read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
-    assert set(re.findall(r"(?:`|\$ )make ([a-z]+)", text)) <= targets
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert set(re.findall(r"(?:`|\$ )make ([a-z-]+)", text)) <= targets
     paths = re.findall(r"`((?:distnb|tests|benchmarks|notebooks|extension)/[\w./]*)`", text)
     missing = [path for path in paths if not (ROOT / path).exists()]
     linked = re.findall(r"\]\(([\w./-]+)\)", text)
