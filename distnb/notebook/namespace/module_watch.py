@@ -140,7 +140,10 @@ class ModuleWatch:
         self._within.clear()
         loaded = sys.modules.copy().items()  # at once: a list of pairs takes long enough for another thread's import
         self._names = [
-            name for name, each in loaded if isinstance(each, types.ModuleType) and self._is_local(name, each)
+            name
+            for name, each in loaded
+            # multiprocessing keeps the main module under a second name.
+            if isinstance(each, types.ModuleType) and each.__name__ == name and self._is_local(name, each)
         ]
         for name in self._names:
             if name not in self._states:

@@ -831,7 +831,11 @@ def test_a_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypa
             assert known["distnb_local_module"] == expected
     finally:
         module_watch.versions.pop()
-    del sys.modules["distnb_local_module"]
+    # multiprocessing registers the main module of `python -m` as `__mp_main__`, too.
+    sys.modules["distnb_second_name"] = sys.modules.pop("distnb_local_module")
+    sys.modules["distnb_second_name"].__name__ = "distnb_first_name"
+    assert "distnb_first_name" not in reloads()
+    del sys.modules["distnb_second_name"]
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------------
