@@ -7,10 +7,11 @@
 #   make test     run everything that CI runs: linters, prose, types, import contracts, tests, notebooks, browser tests
 #   make unit     run the checks and the tests that start no cluster: the inner loop of development
 #   make soak     run the tests that take long: random walks, stress, many seeds, every number of replicas, make colab,
-#                 make front-ends
+#                 make front-ends, make bench-guard
 #   make colab    run the notebooks, tests of the kernel and of Keras, with the versions of Colab's and Kaggle's kernels
 #   make front-ends  run the browser tests with the next versions of JupyterLab and Notebook
 #   make bench    run the benchmarks against their peers (see benchmarks/)
+#   make bench-guard  run the benchmarks' short forms in ten minutes: fails if a ratio is worse than is known
 #   make gpu      compare timings with plain torch and run tests/gpu, on a machine with a GPU and without network; it
 #                 installs the wheels in .wheels, and uses the torch of PYTHON
 #   make gpu-wheels  download the packages for `make gpu` into .wheels, on a machine with a network
@@ -40,7 +41,7 @@ COLAB := $(VENV)/colab
 WORKERS ?= 3
 INSTALL := $(PIP) install -qq -c constraints.txt
 
-.PHONY: help demo lab docs test unit check lint style types imports tests soak colab front-ends bench gpu gpu-wheels extension hooks clean
+.PHONY: help demo lab docs test unit check lint style types imports tests soak colab front-ends bench bench-guard gpu gpu-wheels extension hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -127,7 +128,7 @@ tests: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 
 soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly $(VENV)/.made-ray-train $(VENV)/.made-colab
 	$(PYTEST) -m soak $(ARGS)
-	[ -n "$(ARGS)" ] || $(MAKE) --no-print-directory front-ends
+	[ -n "$(ARGS)" ] || $(MAKE) --no-print-directory front-ends bench-guard
 
 colab: $(VENV)/.made-test $(VENV)/.made-colab
 	$(BIN)/python -m pytest -m soak tests/notebooks/test_colab.py $(ARGS)
@@ -158,10 +159,10 @@ $(VENV)/.made-front-ends: $(VENV)/.made-test
 	@touch $@
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-ray-train $(VENV)/.made-tensorflow
-	@missed=; for name in roundtrip ordinary_loop empty_cell training one_replica startup startup_hosts connecting resize ray_start live_view live_curves \
-		transfer cross_device_ops central_storage sharded checkpoints keras_fit server_transport parameter_servers scale; do \
-		echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || missed="$$missed $$name"; done; \
-	[ -z "$$missed" ] || { echo "Targets were missed, or runs failed, in:$$missed" >&2; exit 1; }
+	@$(BIN)/python -m benchmarks.guard --whole $(ARGS)
+
+bench-guard: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-ray-train
+	@$(BIN)/python -m benchmarks.guard $(ARGS)
 
 # Python 3.12 on x86-64, unless WHEELS_FOR says otherwise.
 WHEELS := .wheels

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 import distnb
-from benchmarks.harness import Target, compare, options, report, timed
+from benchmarks.guard import TARGETS
+from benchmarks.harness import compare, options, report, timed
 
 _ENTRIES = 1 << 18
 
@@ -31,7 +32,7 @@ def main() -> int:
     tensors = [torch.rand(_ENTRIES) for _ in range(max(1, given.megabytes * 1_000_000 // (4 * _ENTRIES)))]
     state = {f"layer{number}": tensor for number, tensor in enumerate(tensors)}
     checkpoint = distnb.Checkpoint(state=state)
-    kept = True
+    kept, size = True, f"{given.megabytes} MB"
     with tempfile.TemporaryDirectory(dir=".") as name:
         folder = Path(name)
 
@@ -63,13 +64,8 @@ def main() -> int:
             "torch.save": timed(synced(lambda path: torch.save(state, path))),
             "plain copy": timed(synced(copy)),
         }
-        target = Target("distnb", "plain copy", at_most=1 / 0.7)
-        kept &= report(
-            _title(given.megabytes, "saved"),
-            compare(saving, rounds=given.rounds),
-            baseline="plain copy",
-            targets=[target],
-        )
+        saved = compare(saving, rounds=given.rounds)
+        kept &= report(f"{size} saved", saved, baseline="plain copy", targets=TARGETS["checkpoints"]["saved"])
 
         torch.save(state, folder / "torch")
         copy(folder / "copy")
@@ -89,13 +85,8 @@ def main() -> int:
             "torch.load": timed(load_torch),
             "plain copy": timed(load_copy),
         }
-        target = Target("distnb", "plain copy", at_most=1 / 0.7)
-        kept &= report(
-            _title(given.megabytes, "loaded"),
-            compare(loading, rounds=given.rounds),
-            baseline="plain copy",
-            targets=[target],
-        )
+        loaded = compare(loading, rounds=given.rounds)
+        kept &= report(f"{size} loaded", loaded, baseline="plain copy", targets=TARGETS["checkpoints"]["loaded"])
 
         others = [torch.empty_like(tensor) for tensor in tensors]
 
@@ -106,10 +97,6 @@ def main() -> int:
         step = {"distnb, wait=False": lambda: save(wait=False), "memcpy": timed(in_memory)}
         report("what a step waits for", compare(step, rounds=given.rounds), baseline="memcpy")
     return 0 if kept else 1
-
-
-def _title(megabytes: int, what: str) -> str:
-    return f"{megabytes} MB {what}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """An empty `%%distribute mirrored` cell against an empty `%%px` cell of ipyparallel, both on 2 engines.
 
-    python -m benchmarks.empty_cell [--rounds 7] [--cells 20]
-
-The target of the project: faster than `%%px`.
+python -m benchmarks.empty_cell [--rounds 7] [--cells 20]
 """
 
 from __future__ import annotations
@@ -10,7 +8,8 @@ from __future__ import annotations
 import ipyparallel
 
 from benchmarks.cell_shell import Cells
-from benchmarks.harness import Target, compare, options, report, timed
+from benchmarks.guard import TARGETS
+from benchmarks.harness import compare, options, report, timed
 
 
 def main() -> int:
@@ -34,10 +33,8 @@ def main() -> int:
     finally:
         client.close()
         cluster.stop_cluster_sync()
-    target = Target("%%distribute mirrored", "%%px --block", at_most=1.0)
-    kept = report(
-        "an empty cell on 2 engines, until the prompt is back", comparison, baseline="%%px --block", targets=[target]
-    )
+    title = "an empty cell on 2 engines, until the prompt is back"
+    kept = report(title, comparison, baseline="%%px --block", targets=TARGETS["empty_cell"]["cell"])
     return 0 if kept else 1
 
 

@@ -13,13 +13,11 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 __all__ = ["Comparison", "Ratio", "Target", "compare", "options", "report", "timed"]
@@ -95,18 +93,22 @@ class Comparison:
 class Target:
     """A claim about a ratio: `name` takes at most `at_most` times as much as `other`.
 
-    With `at_least`, the claim is reversed (for quantities of which more is better).
+    With `at_least`, the claim is reversed (for quantities of which more is better). `known` is the ratio, at most, that
+    is known to miss the target.
     """
 
     name: str
     other: str
     at_most: float | None = None
     at_least: float | None = None
+    known: float = 0.0
 
-    def met(self, comparison: Comparison) -> bool:
-        """Return whether the median ratio keeps the claim."""
+    def verdict(self, comparison: Comparison) -> str:
+        """Return "met", "MISSED" if the median ratio is as bad as is known, or "LOST" if it is worse."""
         ratio = comparison.ratio(self.name, self.other).median
-        return (self.at_most is None or ratio <= self.at_most) and (self.at_least is None or ratio >= self.at_least)
+        if (self.at_most is None or ratio <= self.at_most) and (self.at_least is None or ratio >= self.at_least):
+            return "met"
+        return "MISSED" if ratio <= self.known else "LOST"
 
     def __str__(self) -> str:
         bound = f"≤ {self.at_most:g}×" if self.at_most is not None else f"≥ {self.at_least:g}×"
@@ -140,20 +142,18 @@ def report(
     unit: str = "ms",
     scale: float = 1e3,
     targets: Sequence[Target] = (),
-    json_path: Path | None = None,
 ) -> bool:
-    """Print a table of medians and of ratios to the baseline, then each target with "met" or "missed".
+    """Print a table of medians and of ratios to the baseline, then each target with its verdict.
 
     Args:
         title: The heading.
         comparison: The result of `compare`.
         baseline: The contender whose ratio is 1.
         unit, scale: The form of values: `value * scale` in `unit`.
-        targets: The claims to check.
-        json_path: The file to which the same is appended as a line of JSON.
+        targets: The claims to check (see `benchmarks.guard`). Those about contenders that were not measured are absent.
 
     Returns:
-        True if all targets are met.
+        True if all targets are met, or absent.
     """
     rows = [("", unit, f"ratio to {baseline} (range)")]
     rows += [
@@ -164,12 +164,12 @@ def report(
     print(f"\n{title}")
     for row in rows:
         print(f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]}")
+    verdicts = set()
     for target in targets:
-        verdict = "met" if target.met(comparison) else "MISSED"
-        print(f"  {verdict:>6}: {target} (measured {comparison.ratio(target.name, target.other)})")
+        if not {target.name, target.other} <= comparison.values.keys():
+            print(f"  absent: {target}, {title}")
+            continue
+        verdicts.add(verdict := target.verdict(comparison))
+        print(f"  {verdict:>6}: {target} (measured {comparison.ratio(target.name, target.other)}), {title}")
     sys.stdout.flush()
-    if json_path is not None:
-        record = {"title": title, "unit": unit, "values": {k: list(v) for k, v in comparison.values.items()}}
-        with json_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-    return all(target.met(comparison) for target in targets)
+    return verdicts <= {"met"}

@@ -26,7 +26,8 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 import keras
 import numpy as np
 
-from benchmarks.harness import Target, compare, options, report
+from benchmarks.guard import TARGETS
+from benchmarks.harness import compare, options, report
 from benchmarks.ranks import REPLICAS, Ranks, serve
 
 _ROWS, _BATCH = 1024, 64
@@ -189,20 +190,14 @@ def main() -> int:
     given = options(__doc__, rounds=7, epochs=5, rank="")
     if given.rank:
         return act_as_rank(given.rank)
-    targets = [
-        Target("distnb", "loop with DDP", at_most=1 / 0.95),
-        Target("distnb, one replica", "Keras alone", at_most=1.03),
-        Target("distnb", _KERAS, at_most=0.5),
-        Target("distnb", _TENSORFLOW, at_most=1.0),
-    ]
     kept = True
     with contextlib.ExitStack() as stack:
         contenders = _started(stack)
         for model in _MODELS:
             measures = {name: functools.partial(ranks.step, model, given.epochs) for name, ranks in contenders.items()}
             epochs = compare(measures, rounds=given.rounds)
-            known = [target for target in targets if target.other in contenders]
-            kept &= report(f"an epoch of 16 batches, {model}", epochs, baseline="distnb", targets=known)
+            title, targets = f"an epoch of 16 batches, {model}", TARGETS["keras_fit"]["epoch"]
+            kept &= report(title, epochs, baseline="distnb", targets=targets)
     return 0 if kept else 1
 
 

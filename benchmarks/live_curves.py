@@ -3,19 +3,19 @@
     python -m benchmarks.live_curves [--seconds 20] [--replicas 16] [--steps 10000]
 
 A kernel replays the messages of replicas in the place of engines. The page is JupyterLab in a headless Chromium. It
-measures the drawings per second in the page; the live view's processor time in the kernel, with all work of its
-thread; and that of the page's main thread, including JupyterLab's own part; each as a share of one core. The
-targets of the project: at least 5 drawings a second, with less than 10 % of one core in the kernel.
+measures the drawings per second in the page; the live view's processor time in the kernel, with all work of its thread;
+and that of the page's main thread, including JupyterLab's own part; each as a share of one core.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
+from benchmarks.guard import TARGETS
+from benchmarks.harness import Comparison, options, report
 from tests.browser.lab import FLAGS, OpenNotebook, Server, chromium
 
 SETUP = """
@@ -65,11 +65,7 @@ WATCH = """() => {
 
 def main() -> int:
     """Run the benchmark. Return 1 if a target is missed."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name, default in (("seconds", 20), ("replicas", 16), ("steps", 10_000)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
+    given = options(__doc__, seconds=20, replicas=16, steps=10_000)
     cell = f"%%distribute mirrored\n# replay: curves {given.steps} {given.seconds}"
     with tempfile.TemporaryDirectory() as home, sync_playwright() as playwright:
         server = Server(Path(home))
@@ -98,12 +94,13 @@ def main() -> int:
         finally:
             browser.close()
             server.close()
-    rate, share = drawings / seconds, in_kernel / given.seconds
-    print(f"{given.steps:,} steps of {given.replicas} replicas in {given.seconds} s")
-    print(f"  drawings a second   {rate:6.1f}    (target: at least 5)")
-    print(f"  kernel, of one core {100 * share:6.1f} %  (target: below 10 %)")
-    print(f"  page, of one core   {100 * in_page / seconds:6.1f} %  (all that JupyterLab's page does)")
-    return 0 if rate >= 5 and share < 0.1 else 1
+    title = f"{given.steps:,} steps of {given.replicas} replicas in {given.seconds} s"
+    rate = Comparison({"drawings": (drawings / seconds,), "a second": (1.0,)})
+    met = report(title, rate, baseline="a second", unit="", scale=1.0, targets=TARGETS["live_curves"]["rate"])
+    shares = Comparison({"kernel": (in_kernel / given.seconds,), "page": (in_page / seconds,), "a core": (1.0,)})
+    targets = TARGETS["live_curves"]["share"]
+    met &= report(f"{title}, seconds of a core", shares, baseline="a core", unit="s", scale=1.0, targets=targets)
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The floor of an unchanged object is one dump by cloudpickle's C pickler, with bu
 all bytes. The floor of a first send adds what every sender must do as well: one copy of all bytes, in place of their
 way to the other process, and one load. Tensors are dumped with a reducer that gives their memory, because torch's own
 takes twenty times as long. The time of a cell is that of one that reads the object, less that of an empty one, on one
-engine. Targets: at most 2 times the floor for an unchanged object, and 3 times for a first send.
+engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 import xxhash
 
 from benchmarks.cell_shell import Cells
-from benchmarks.harness import Target, compare, report
+from benchmarks.guard import TARGETS
+from benchmarks.harness import compare, report
 
 
 class _Floor(cloudpickle.Pickler):  # type: ignore[misc]
@@ -66,7 +67,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "records": lambda: [{"id": i, "name": str(i), "value": i * 1.5} for i in range(100_000)],
     "frame": _frame,
     "tensors": lambda: {f"t{i}": torch.full((10,), float(i)) for i in range(10_000)},
-    "array": lambda: np.random.default_rng(0).random(125_000_000),
+    "array": lambda: np.random.default_rng(0).random(8_000_000),
     "small": lambda: [{"id": i} for i in range(1_000)],
 }
 
@@ -111,11 +112,10 @@ def _measure(cells: Cells, kind: str, rounds: int) -> bool:
 
     cell("obj; None")
     again = compare({"unchanged": unchanged, "changed": next_to_change, "floor": lambda: floor(value)}, rounds=rounds)
-    target = Target("unchanged", "floor", at_most=2.0)
-    kept = report(f"{kind}: read, and not changed", again, baseline="floor", targets=[target])
+    targets = TARGETS["namespace"]
+    kept = report(f"{kind}: read, and not changed", again, baseline="floor", targets=targets["unchanged"])
     sent = compare({"first": first, "floor": lambda: floor(value, sent=True)}, rounds=max(2, rounds // 2))
-    target = Target("first", "floor", at_most=3.0)
-    kept &= report(f"{kind}: sent the first time", sent, baseline="floor", targets=[target])
+    kept &= report(f"{kind}: sent the first time", sent, baseline="floor", targets=targets["first"])
     del names["obj"]
     return kept
 

@@ -3,16 +3,14 @@
     python -m benchmarks.ordinary_loop [--rounds 5] [--batches 48]
 
 The loop is the README's. In an ordinary cell each `strategy.run` is a message to every replica and back, and so is
-every fourth batch; a distributed cell sends none. The target of the project: a step takes at most 1.3 times as long.
-Times are per step.
+every fourth batch; a distributed cell sends none. Times are per step.
 """
 
 from __future__ import annotations
 
-import argparse
-
 from benchmarks.cell_shell import Cells
-from benchmarks.harness import Target, compare, report, timed
+from benchmarks.guard import TARGETS
+from benchmarks.harness import compare, options, report, timed
 
 ORDINARY, DISTRIBUTED = "ordinary cell", "%%distribute cell"
 
@@ -60,21 +58,18 @@ for batch in dist_dataset:
 
 def main() -> int:
     """Run the benchmark. Return 1 if the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=48)
-    options = parser.parse_args()
+    given = options(__doc__, rounds=5, batches=48)
     cells = Cells("distnb")
     cells.run("%distnb start -n 2")
     try:
-        cells.run(_SETUP.format(batches=options.batches))
+        cells.run(_SETUP.format(batches=given.batches))
         texts = {ORDINARY: _LOOP, DISTRIBUTED: "%%distribute strategy\n" + _LOOP}
         loops = {name: timed(lambda text=text: cells.run(text)) for name, text in texts.items()}  # type: ignore[misc]
-        measures = {name: lambda loop=loop: loop() / options.batches for name, loop in loops.items()}
-        comparison = compare(measures, rounds=options.rounds)
+        measures = {name: lambda loop=loop: loop() / given.batches for name, loop in loops.items()}
+        comparison = compare(measures, rounds=given.rounds)
     finally:
         cells.run("%distnb stop")
-    targets = [Target(ORDINARY, DISTRIBUTED, at_most=1.3)]
+    targets = TARGETS["ordinary_loop"]["step"]
     met = report("a step of a training loop on 2 replicas", comparison, baseline=DISTRIBUTED, targets=targets)
     return 0 if met else 1
 

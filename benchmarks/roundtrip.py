@@ -4,8 +4,7 @@
 
 The function returns None, so the benchmark measures the way there and back. Blocking: each call waits for the one
 before. Pipelined: `--calls` calls are sent, and then their results are awaited (`RunOptions(wait=False)`); the time is
-per call. Targets: at most 0.1× ipyparallel's `DirectView.apply_sync`, 2.2× bare ZMQ and 0.3× Ray's actors; pipelined at
-most 0.4× Ray's. Ray takes part if it is installed.
+per call. Ray takes part if it is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from typing import Any
 import ipyparallel
 import zmq
 
-from benchmarks.harness import Comparison, Measure, Target, compare, options, report, timed
+from benchmarks.guard import TARGETS
+from benchmarks.harness import Comparison, Measure, compare, options, report, timed
 
 DISTNB, IPYPARALLEL, RAY, ZMQ = "distnb strategy.run", "ipyparallel apply_sync", "Ray actors", "bare ZMQ"
 
@@ -180,12 +180,9 @@ def main() -> int:
 
 def show(blocking: Comparison, pipelined: Comparison) -> bool:
     """Print both tables. Return whether all targets are met."""
-    has_ray = RAY in blocking.values
-    targets = [Target(DISTNB, IPYPARALLEL, at_most=0.1), Target(DISTNB, ZMQ, at_most=2.2)]
-    targets += [Target(DISTNB, RAY, at_most=0.3)] * has_ray
-    met = report("one call to 2 replicas and back", blocking, baseline=DISTNB, targets=targets)
-    of_ray = [Target(DISTNB, RAY, at_most=0.4)] * has_ray
-    return report("the same, pipelined, per call", pipelined, baseline=DISTNB, targets=of_ray) and met
+    targets = TARGETS["roundtrip"]
+    met = report("one call to 2 replicas and back", blocking, baseline=DISTNB, targets=targets["blocking"])
+    return report("calls, pipelined, each", pipelined, baseline=DISTNB, targets=targets["pipelined"]) and met
 
 
 if __name__ == "__main__":

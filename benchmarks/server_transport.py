@@ -6,8 +6,6 @@ A pull fetches all tensors and copies them into the client's own, as a worker do
 tensor, and the server makes a step of SGD. Bare ZeroMQ copies and sends the same bytes, because their owner changes
 them, and its server makes the same step by hand, without names, versions or keys. memcpy copies as many bytes within a
 process. The small message pulls one number; of bare ZeroMQ it is one byte, which the server sends back.
-
-Targets on one host: at most the time of ZeroMQ's ipc for large tensors, and twice that for the small message.
 """
 
 from __future__ import annotations
@@ -25,7 +23,8 @@ import cloudpickle
 import torch
 import zmq
 
-from benchmarks.harness import Target, compare, report, timed
+from benchmarks.guard import TARGETS
+from benchmarks.harness import compare, report, timed
 from distnb.cluster.connection import Keys, make_keys
 from distnb.objects.memory.blocks import bytes_of
 from distnb.servers.client import ServerConnections
@@ -201,8 +200,8 @@ def main() -> int:
     titles = [f"{options.megabytes} MB in {options.tensors} tensors, {what}" for what in ("pulled", "pushed")]
     kept = []
     for title, comparison in zip([*titles, "A small message and its answer"], measured, strict=True):
-        target = Target(OURS, IPC, at_most=1.0 if title in titles else 2.0)
-        kept.append(report(title, comparison, baseline=IPC, targets=[target]))
+        targets = TARGETS["server_transport"]["large" if title in titles else "small"]
+        kept.append(report(title, comparison, baseline=IPC, targets=targets))
         if title in titles:
             rates = (f"{name} {nbytes / comparison.median(name) / 1e9:.2f}" for name in comparison.values)
             print(f"  GB/s: {', '.join(rates)}")

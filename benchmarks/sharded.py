@@ -5,11 +5,8 @@
 A transformer of six blocks (19 MB of parameters) with AdamW, one thread per replica, on the CPU. The peer shards the
 same blocks by torch's `fully_shard`, in torchrun's environment. Memory is counted twice: the bytes of this replica's
 parameters, gradients and optimizer state; and, for a larger model (24 blocks, 303 MB), what its training adds to the
-resident memory of a process whose C library returns large blocks of memory (MALLOC_MMAP_THRESHOLD_).
-
-Targets: a step takes at most 0.6 times as long as with plain FSDP2. With n replicas, parameters, gradients and
-optimizer state take at most 1.2/n of their bytes on one replica, and so does resident memory. Memory that processes
-share counts for each of them in part.
+resident memory of a process whose C library returns large blocks of memory (MALLOC_MMAP_THRESHOLD_). Memory
+that processes share counts for each of them in part.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ import torch
 from torch import nn
 
 import distnb
+from benchmarks.guard import TARGETS
 from benchmarks.harness import Comparison, Target, compare, options, report
 from benchmarks.ranks import Ranks, serve
 
@@ -128,22 +126,21 @@ def main() -> int:
             ranks = {name: _ranks(stack, each, "small", replicas) for name, each in contenders.items()}
             measures = {name: functools.partial(each.step, "step", given.steps) for name, each in ranks.items()}
             timed = compare(measures, rounds=given.rounds, warmup=2)
-            target = Target("sharded", "plain FSDP2", at_most=0.6)
-            met &= report(f"a training step, {replicas} replicas", timed, baseline="plain FSDP2", targets=[target])
+            title = f"a training step, {replicas} replicas"
+            met &= report(title, timed, baseline="plain FSDP2", targets=TARGETS["sharded"]["step"])
             nbytes = {name: (each.step("bytes", 1),) for name, each in ranks.items()} | {"one replica": (whole,)}
-        target = Target("sharded", "one replica", at_most=1.2 / replicas)
         title = f"parameters, gradients and AdamW's state, each of {replicas} replicas"
-        met &= _report_memory(title, nbytes, "one replica", target)
+        met &= _report_memory(title, nbytes, "one replica", TARGETS["sharded"][f"state, {replicas}"])
         resident = {}
         for name, each in contenders.items():
             with contextlib.ExitStack() as stack:
                 resident[name] = (_ranks(stack, each, "large", replicas).step("resident", 3),)
-        target = Target("sharded", "mirrored", at_most=1.2 / replicas)
-        met &= _report_memory(f"resident memory, each of {replicas} replicas", resident, "mirrored", target)
+        title, targets = f"resident memory, each of {replicas} replicas", TARGETS["sharded"][f"resident, {replicas}"]
+        met &= _report_memory(title, resident, "mirrored", targets)
     return 0 if met else 1
 
 
-def _report_memory(title: str, found: Mapping[str, tuple[float, ...]], baseline: str, *targets: Target) -> bool:
+def _report_memory(title: str, found: Mapping[str, tuple[float, ...]], baseline: str, targets: list[Target]) -> bool:
     return report(title, Comparison(found), baseline=baseline, unit="MB", scale=1e-6, targets=targets)
 
 

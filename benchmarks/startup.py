@@ -5,8 +5,7 @@
 Every start happens in a new process. The clock runs from before the first import of distnb or ipyparallel until the
 reduced tensor's sum is back in the notebook. ipyparallel's engines then still have to import torch and to form the
 group, ours come with both. Then memory is read per engine, as the kernel's "proportional set size": memory that several
-processes share counts in equal parts. The targets of the project: no slower than ipyparallel, with 8 engines at most
-twice as slow as with 2, and half its memory.
+processes share counts in equal parts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import subprocess
 import sys
 from collections import defaultdict
 
-from benchmarks.harness import Comparison, Measure, Target, compare, options, report
+from benchmarks.guard import TARGETS
+from benchmarks.harness import Comparison, Measure, compare, options, report
 
 _FEW, _MANY = 2, 8
 
@@ -111,15 +111,14 @@ def main() -> int:
         for name, program in _PROGRAMS.items()
     }
     comparison = compare(measures, rounds=given.rounds)
-    few, many = _named("distnb", _FEW), _named("distnb", _MANY)
-    peer, peers = _named("ipyparallel", _FEW), _named("ipyparallel", _MANY)
+    peer = _named("ipyparallel", _FEW)
     kept = report(
         "start to first all-reduce",
         comparison,
         baseline=peer,
         unit="s",
         scale=1.0,
-        targets=[Target(few, peer, at_most=1.0), Target(many, peers, at_most=1.0), Target(many, few, at_most=2.0)],
+        targets=TARGETS["startup"]["time"],
     )
     # The first round is the warm-up.
     used = Comparison({name: tuple(values[-given.rounds :]) for name, values in memory.items() if values})
@@ -129,7 +128,7 @@ def main() -> int:
         baseline=peer,
         unit="MB",
         scale=1e-6,
-        targets=[Target(many, peers, at_most=0.5)],
+        targets=TARGETS["startup"]["memory"],
     )
     return 0 if kept else 1
 

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from benchmarks.cell_shell import Cells
+from benchmarks.guard import TARGETS
 from benchmarks.harness import compare, options, report, timed
 
 
 def main() -> int:
-    """Run the benchmark. Always return 0: there is no target, only the comparison."""
+    """Run the benchmark. Return 1 if a target is missed."""
     given = options(__doc__, rounds=7, megabytes=100)
 
     entries = given.megabytes * 1_000_000 // 4
@@ -55,9 +56,10 @@ def main() -> int:
     finally:
         client.close()
         cluster.stop_cluster_sync()
-    report(f"{given.megabytes} MB, notebook to one engine", sent, baseline="ipyparallel push")
-    report(f"{given.megabytes} MB, engine to notebook, and summed there", fetched, baseline="ipyparallel pull")
-    return 0
+    size, targets = f"{given.megabytes} MB", TARGETS["transfer"]
+    met = report(f"{size}, notebook to one engine", sent, baseline="memcpy", targets=targets["there"])
+    title = f"{size}, engine to notebook, and summed there"
+    return 0 if report(title, fetched, baseline="memcpy", targets=targets["back"]) and met else 1
 
 
 def _copy_and_sum(into: Any, array: Any) -> None:

@@ -6,8 +6,6 @@ Both send the frames of `codec.encode` for one message of 1 KB, and wait for oth
 does). Processes echo it that read it as an engine's agent does: from tornado's loop, and for a millisecond after each
 message without the loop. Large: an array goes to both, which touch each page and answer with a number. "no copy" lets
 ZeroMQ send the sender's own memory, which must not change meanwhile.
-
-The rule: our own stays if it is more than 1.3 times as fast, in the round trip or pipelined; likewise shared memory.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ import numpy as np
 import zmq
 from tornado.ioloop import IOLoop
 
-from benchmarks.harness import Measure, Target, compare, report, timed
+from benchmarks.guard import TARGETS
+from benchmarks.harness import Measure, compare, report, timed
 from distnb.wire.channel import Link, ProgramLink, Programs
 from distnb.wire.codec import Frame, decode, encode
 from distnb.wire.messages import Hello
@@ -227,7 +226,7 @@ def ipc(directory: str, *, copy: bool = True) -> Iterator[Ways]:
 
 
 def main() -> int:
-    """Run the benchmark."""
+    """Run the benchmark. Return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=64)
@@ -256,13 +255,12 @@ def main() -> int:
             UNCOPIED: stack.enter_context(ipc(directory, copy=False)),
         }
         sent = compare({name: timed(partial(way.call, array)) for name, way in large.items()}, rounds=rounds)
-    faster = [Target(IPC, OURS, at_least=1.3)]
     title = f"{len(pickle.dumps(message))} bytes to 2 processes"
-    report(f"{title} and back", round_trip, baseline=OURS, targets=faster)
-    report(f"{title}, {calls} in flight, per call", pipelined, baseline=OURS, targets=faster)
-    targets = [Target(UNCOPIED, SHARED, at_least=1.3)]
-    report(f"{options.megabytes} MB to 2 processes", sent, baseline=SHARED, targets=targets)
-    return 0
+    targets = TARGETS["transport"]
+    met = report(f"{title} and back", round_trip, baseline=OURS)
+    met &= report(f"{title}, {calls} in flight, per call", pipelined, baseline=OURS, targets=targets["small"])
+    met &= report(f"{options.megabytes} MB to 2 processes", sent, baseline=SHARED, targets=targets["large"])
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.harness import Target, compare, options, report
+from benchmarks.guard import TARGETS
+from benchmarks.harness import compare, options, report
 from benchmarks.parameter_servers.work import Cluster
 from benchmarks.ranks import Ranks, serve
 
@@ -89,10 +90,8 @@ def _measure(work: str, cluster: Cluster, names: Sequence[str], rounds: int, sec
             measures[name] = functools.partial(ranks.step, work, count)
         steps = compare(measures, rounds=rounds)
     title = f"{work}, {cluster.workers} workers, {cluster.servers} servers"
-    peers = [name for name in measures if name != _DISTNB]
-    baseline = _DISTNB if _DISTNB in measures else peers[0]
-    targets = [Target(_DISTNB, peer, at_most=1.0) for peer in peers if _DISTNB in measures]
-    met = report(title, steps, baseline=baseline, targets=targets)
+    baseline = _DISTNB if _DISTNB in measures else next(iter(measures))
+    met = report(title, steps, baseline=baseline, targets=TARGETS["parameter_servers"][work])
     print("  a second: " + ", ".join(f"{name} {1 / steps.median(name):,.0f}" for name in measures), flush=True)
     return met
 

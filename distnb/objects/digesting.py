@@ -152,6 +152,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         self.arranged: dict[int, list[Any]] = {}
         self._rules: dict[type, Callable[[Any, Any], Any]] = dict(_RULES)
         self._reached: dict[int, Any] = {}
+        self._reduces = False  # whether the value has more than numbers, texts and containers
         super().__init__(file or self.digested, protocol=5, buffer_callback=keep or self.digested.keep)
 
     def begin(self, name: str, value: Any) -> None:
@@ -163,7 +164,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         """Return a digest of a value and everything in it."""
         self.arranged.clear()
         digest = self._digest_of(value)
-        if self.digested.may_hold_sets:
+        if self._reduces and self.digested.may_hold_sets:  # otherwise all items of sets are hashed by value
             found = [obj for _, obj in self.memo.copy().values() if is_unordered(obj)]
             if found:
                 self.arrange(found)
@@ -185,12 +186,14 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _digest_of(self, value: Any) -> bytes:
         self.digested.begin()
+        self._reduces = False
         self._reached.clear()
         self.clear_memo()
         self.dump(value)
         return self.digested.digest()
 
     def reducer_override(self, obj: Any) -> Any:
+        self._reduces = True
         kind = type(obj)
         rule = self._rules.get(kind)
         if rule is None:
@@ -235,7 +238,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         if not address or not tensor.is_contiguous() or begin + nbytes > tensor.untyped_storage().nbytes():
             return self._any_tensor(tensor)
         if nbytes < INLINE_NBYTES:
-            shown = ctypes.string_at(address, nbytes)
+            shown = _BYTES_AT[nbytes](address).raw
         else:
             shown = xxhash.xxh3_128_digest((ctypes.c_ubyte * nbytes).from_address(address))
         gradient, attributes = tensor.grad, tensor.__dict__
@@ -396,6 +399,12 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return Placeholder, (text,)
 
 
+# The opcodes with which the pickle of a set with items begins, and that of a frozenset ends. One opcode alone would be
+# found in most large pickles, as a part of a number. The pickler writes both of a pair at once.
+_SET = pickle.EMPTY_SET + pickle.MEMOIZE + pickle.MARK
+_FROZENSET = pickle.FROZENSET + pickle.MEMOIZE
+
+
 class DigestedPickle:
     """A file that digests the pickle written to it and keeps nothing.
 
@@ -420,7 +429,7 @@ class DigestedPickle:
     def write(self, data: Any) -> None:
         """Digest a part of the pickle."""
         self.nbytes += len(data)
-        self.may_hold_sets = self.may_hold_sets or pickle.ADDITEMS in data or pickle.FROZENSET in data
+        self.may_hold_sets = self.may_hold_sets or _SET in data or _FROZENSET in data
         self._hasher.update(data)
 
     def keep(self, buffer: pickle.PickleBuffer) -> bool:
@@ -544,6 +553,17 @@ class _PlainDtypes(dict[Any, str | None]):
 
 
 _PLAIN_DTYPES = _PlainDtypes()
+
+
+class _BytesAt(dict[int, Callable[[int], Any]]):
+    """Functions that return the object for so many bytes at an address. `ctypes.string_at` takes four times as long."""
+
+    def __missing__(self, nbytes: int) -> Callable[[int], Any]:
+        found = self[nbytes] = (ctypes.c_char * nbytes).from_address
+        return found
+
+
+_BYTES_AT = _BytesAt()
 
 
 def _ended() -> weakref.ref[Any]:

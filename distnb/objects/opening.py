@@ -32,6 +32,7 @@ from typing import Any
 from distnb.compat import cloudpickle_internals
 from distnb.errors import CannotTravelError
 from distnb.objects.code import definitions
+from distnb.objects.collecting import no_collection
 from distnb.objects.constructors import ByOpener, open_storage
 from distnb.objects.digesting import Side
 from distnb.objects.memory.blocks import MemoryBlock
@@ -95,6 +96,7 @@ class Opener:
         """The objects by their places."""
         return self._reader.memo
 
+    @no_collection()
     def load(self, name: str) -> Any:
         """Read the next value, which belongs to `name`, and return it as it arrived."""
         start, self._writes, self._name = self._file.tell(), self._in_place and name in self.agreed, name

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import bisect
-import gc
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import xxhash
 
+from distnb.objects.collecting import no_collection
 from distnb.objects.memory.blocks import MemoryBlock
 from distnb.objects.merging import ATOMS
 from distnb.objects.packing import OFFSET_BITS, Packed, Packer
@@ -65,7 +64,7 @@ class PackTable:
     def objects(self) -> dict[int, Any]:
         """The objects that have numbers, by their places. They are read from the memo at the first use."""
         if self._objects is None:
-            with _no_collection():  # hundreds of thousands of new entries would start many collections
+            with no_collection():
                 memo = self._coder.memo.copy()
                 if isinstance(self._coder, Packer):
                     memo = dict(memo.values())
@@ -130,7 +129,7 @@ class PackTable:
         """The numbers by the `id()` of the objects."""
         if self._numbers is None:
             bases = [(part << OFFSET_BITS) - start for part, start in zip(self._parts, self._starts, strict=False)]
-            with _no_collection():
+            with no_collection():
                 if len(bases) == 1:
                     self._numbers = {id(obj): bases[0] + place for place, obj in self.objects.items()}
                 else:
@@ -180,17 +179,6 @@ def _references(objects: dict[int, Any], place: int) -> int:
 _REFERENCES_OF_ONE_ALONE = _references({0: object()}, 0)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def pairs_with(packer: Packer, tables: Sequence[PackTable]) -> tuple[array[int], tuple[int, ...]]:
     """Return the pairs (place now, number before) of the objects in a pack that earlier packs have brought.
 
@@ -198,7 +186,7 @@ def pairs_with(packer: Packer, tables: Sequence[PackTable]) -> tuple[array[int],
     """
     pairs, parts = array("Q"), dict[int, int]()
     if tables:
-        with _no_collection():
+        with no_collection():
             memo = packer.memo.copy()
             for each in tables:
                 for key in each.numbers.keys() & memo.keys():

@@ -37,6 +37,7 @@ from typing import Any
 import xxhash
 
 from distnb.objects.code.definitions import parts_of
+from distnb.objects.collecting import no_collection
 from distnb.objects.digesting import Digester, Digests, Side
 from distnb.objects.memory.blocks import MemoryBlock, MemoryBlocks
 from distnb.objects.merging import Merge
@@ -90,6 +91,7 @@ class Tracker:
 
     # -- comparing -----------------------------------------------------------------------------------------------------
 
+    @no_collection()
     def digest(
         self, values: Mapping[str, Any], digests: Digests | None = None, create: Callable[[], Digester] | None = None
     ) -> Digests:
@@ -136,6 +138,7 @@ class Tracker:
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
+    @no_collection()
     def pack(
         self,
         serial: int,
@@ -315,6 +318,7 @@ class Tracker:
         agreed = set(packed.names) if agreed is None else set(agreed)
         return Opener(packed, self.side, self.find, self._place, agreed, in_place=in_place)
 
+    @no_collection()
     def merge(
         self,
         opener: Opener,

@@ -61,11 +61,11 @@ class EngineReferences:
         """
         if id(obj) in self.holders:
             return True
-        if not is_device_object(obj):
-            return False
         if type(obj) is torch.Tensor and not (obj.requires_grad or obj.grad is not None or vars(obj)):
             # A shortcut for a tensor that holds no other object. Data sets have thousands of them.
             return self._objects.tracker.number_of(obj) is None and id(obj) not in self._parts
+        if not is_device_object(obj):
+            return False
         if isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
             return True
         if id(obj) not in self._parts:

@@ -65,10 +65,10 @@ class _Surveyor(Digester):
             self.digested.nbytes -= nbytes  # the notebook has these bytes
 
     def reference(self, obj: Any) -> Any:
-        identity = self._objects.id_of(obj)
-        if identity is not None:
+        found = super().reference(obj)
+        if found is not None and (identity := self._objects.id_of(obj)) is not None:
             self._holds[identity] = None
-        return super().reference(obj)
+        return found
 
 
 class ContentSurveyor(_Surveyor):

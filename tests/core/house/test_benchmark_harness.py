@@ -30,15 +30,18 @@ def test_a_ratio_is_taken_within_a_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "met"),
+    ("target", "verdict"),
     [
-        (Target("a", "b", at_most=2.0), True),
-        (Target("a", "b", at_most=1.9), False),
-        (Target("a", "b", at_least=2.0), True),
-        (Target("a", "b", at_least=2.1), False),
+        (Target("a", "b", at_most=2.0), "met"),
+        (Target("a", "b", at_most=1.9), "LOST"),
+        (Target("a", "b", at_most=1.9, known=2.0), "MISSED"),
+        (Target("a", "b", at_most=1.8, known=1.9), "LOST"),
+        (Target("a", "b", at_least=2.0), "met"),
+        (Target("a", "b", at_least=2.1), "LOST"),
+        (Target("a", "c", at_most=1.0), "absent"),
     ],
 )
-def test_a_missed_target_is_reported(target: Target, met: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missed_target_is_reported(target: Target, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
     comparison = Comparison({"a": (2.0, 2.0), "b": (1.0, 1.0)})
-    assert report("title", comparison, baseline="b", targets=[target]) is met
-    assert ("MISSED" not in capsys.readouterr().out) is met
+    assert report("title", comparison, baseline="b", targets=[target]) is (verdict in ("met", "absent"))
+    assert f"{verdict}: {target}" in capsys.readouterr().out
