@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from jupyter_client.blocking.client import BlockingKernelClient
 
 from tests.support.kernel import Notebook
+from tests.support.page import LIMIT_S, Page, new_page
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -24,57 +20,6 @@ while True:
     distnb.live(loss=1.0)
     time.sleep(0.01)
 """
-LIMIT_S = 60.0
-
-
-class Page:
-    """A page that was just loaded and has seen no earlier messages."""
-
-    def __init__(self, notebook: Notebook) -> None:
-        self._client = BlockingKernelClient(connection_file=notebook._manager.connection_file)
-        self._client.load_connection_file()
-        self._client.start_channels()
-
-    def request(self, action: str, **more: Any) -> dict[str, Any]:
-        """Send a request on the control channel, and return the reply."""
-        message = self._client.session.msg("distnb_request", {"action": action, **more})
-        self._client.control_channel.send(message)
-        while True:
-            reply = self._client.get_control_msg(timeout=LIMIT_S)
-            if reply["parent_header"]["msg_id"] == message["header"]["msg_id"]:
-                assert reply["msg_type"] == "distnb_reply"
-                return dict(reply["content"])
-
-    def received(self) -> Iterator[dict[str, Any]]:
-        """Yield messages as they arrive; raise an AssertionError if none arrives any more."""
-        deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline:
-            yield self._client.get_iopub_msg(timeout=LIMIT_S)
-        raise AssertionError(f"not received in {LIMIT_S} s")
-
-    def snapshots(self) -> Iterator[dict[str, Any]]:
-        """Yield the snapshots that the kernel sends unasked."""
-        for message in self.received():
-            if message["msg_type"] == "comm_msg" and message["content"]["comm_id"] == "distnb":
-                assert message["parent_header"] == {}, "no message reaches the waiting cell's output"
-                yield message["content"]["data"]["distnb"]
-
-    def wait_for(self, kinds: list[str]) -> dict[str, Any]:
-        """Wait until the engines' states are of these kinds, and return the snapshot."""
-        for snapshot in self.snapshots():
-            if [engine["kind"] for engine in snapshot["engines"] or ()] == kinds:
-                return snapshot
-        raise AssertionError
-
-    def close(self) -> None:
-        self._client.stop_channels()
-
-
-@contextlib.contextmanager
-def new_page(notebook: Notebook) -> Iterator[Page]:
-    page = Page(notebook)
-    yield page
-    page.close()
 
 
 def terminal(notebook: Notebook, *words: str) -> subprocess.CompletedProcess[str]:
