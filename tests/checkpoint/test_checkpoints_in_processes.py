@@ -131,6 +131,7 @@ def close(one: Any, other: Any) -> bool:
     return bool(one == pytest.approx(other, abs=1e-9))
 
 
+@pytest.mark.soak  # tests/conformance/test_pauses.py restores under other strategies
 def test_every_strategy_restores_checkpoints_of_any_other(tmp_path: Path) -> None:
     """Restore under each strategy what the earlier ones saved. The first two run again after all others."""
     expected: Any = None

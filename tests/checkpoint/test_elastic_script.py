@@ -81,6 +81,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
     return torch.load(folder / "result.pt")
 
 
+@pytest.mark.soak  # test_elastic.py continues without an agent
 def test_a_killed_process_is_replaced_and_the_weights_are_those_of_a_run_without_losses(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:

@@ -32,16 +32,11 @@ Programs.send_frames = send_frames
 """
 
 
+@pytest.mark.soak  # long; test_ownership.py tests every sequence of the owner's events
 @pytest.mark.parametrize(
-    ("size", "change", "every"),
-    [
-        (3, "%distnb restart --missing", 4),
-        pytest.param(3, "%distnb restart --missing", 1, marks=pytest.mark.soak),
-        pytest.param(2, "%distnb resize 3", 1, marks=pytest.mark.soak),
-        pytest.param(3, "%distnb resize 2", 1, marks=pytest.mark.soak),
-    ],
+    ("size", "change"), [(3, "%distnb restart --missing"), (2, "%distnb resize 3"), (3, "%distnb resize 2")]
 )
-def test_the_next_notebook_finds_the_model(size: int, change: str, every: int) -> None:
+def test_the_next_notebook_finds_the_model(size: int, change: str) -> None:
     with Notebook() as notebook:
         notebook.run(f"%distnb start -n {size} --detach --name killed", timeout_s=120)
         notebook.run(MODEL)
@@ -66,8 +61,8 @@ def test_the_next_notebook_finds_the_model(size: int, change: str, every: int) -
                 # The survivors get another key when the end is known, and again with the replacement.
                 notebook.run("while compose.require().status()[1].state == 'idle':\n    pass\nmodel.training")
             before = notebook.value(FOUND)
-            survived = notebook.survives(KILLED.format(last=every * (len(sizes) - 1), change=change))
-    assert every * len(sizes) > 5
+            survived = notebook.survives(KILLED.format(last=len(sizes) - 1, change=change))
+    assert len(sizes) > 5
     assert set(sizes) == ({2, 3} if "resize" in change else {3})
     with Notebook() as notebook:
         notebook.run("%distnb connect killed")

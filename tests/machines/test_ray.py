@@ -128,6 +128,7 @@ def test_a_notebook_keeps_its_own_connection_to_ray(cluster: RayCluster, noteboo
     notebook.run("ray.shutdown()")
 
 
+@pytest.mark.soak  # tests/soak/test_kills_at_any_moment.py
 def test_the_end_of_the_notebook_frees_everything(cluster: RayCluster) -> None:
     with Notebook() as killed:
         killed.run(f"%distnb start --ray {cluster.address} --workers 2 --ps 1", timeout_s=120)

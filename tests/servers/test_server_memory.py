@@ -99,6 +99,7 @@ distnb.stop()
 """
 
 
+@pytest.mark.soak
 def test_a_table_larger_than_a_processs_memory_limit_trains(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

@@ -255,6 +255,7 @@ result = train(model)
     assert "allocate memory" in mirrored[1].stderr
 
 
+@pytest.mark.soak  # test_values_that_nothing_has_set_are_refused makes one there, too
 def test_a_model_larger_than_a_process_is_made_on_the_meta_device(tmp_path: Path) -> None:
     """Fill it by its modules' `reset_parameters`, from a file, and from a checkpoint, all shard by shard."""
     program = f"""

@@ -101,6 +101,7 @@ while True:
         assert "CollectiveError: The connection to another replica was lost" in task.stderr
 
 
+@pytest.mark.soak
 def test_a_suspended_worker_is_waited_for(machines: Machines):
     program = """
 strategy = distnb.MultiWorkerMirroredStrategy()

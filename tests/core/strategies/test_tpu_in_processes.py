@@ -122,6 +122,7 @@ def test_a_script_on_chips_computes_the_same_as_one_cpu(own_backend: bool, tmp_p
         assert variables == [pytest.approx(expected["scale"].item(), rel=1e-5), 6, 48, "tpu:0"]
 
 
+@pytest.mark.soak  # the script trains on the same chips
 def test_a_notebook_starts_its_engines_on_the_chips() -> None:
     with Notebook(env=CHIPS) as notebook:
         ran = notebook.run(f"%%distribute tpu\nimport torch, distnb\n{TRAIN}", timeout_s=180)
