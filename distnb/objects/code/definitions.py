@@ -180,14 +180,15 @@ def is_simple(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> tuple[Any, ...] | None:
-    """Return the parts of a simple function, or None. While they are the same objects, the function is unchanged."""
+    """Return the parts of a simple function, or None. While they are equal, the function is unchanged."""
     if not is_simple(value):
         return None
     annotations = annotations_of(value)
     for each in annotations.values():
         if type(each) is not str and not (isinstance(each, type) and is_importable(each)):
             return None
-    return value.__code__, value.__name__, value.__defaults__, value.__doc__, tuple(annotations.items())
+    defaults = repr(value.__defaults__)  # 1 and True are equal, but not the same default
+    return value.__code__, value.__name__, defaults, value.__doc__, tuple(annotations.items())
 
 
 # -- functions -----------------------------------------------------------------------------------------------------

@@ -99,6 +99,16 @@ def test_calls_with_data_of_the_notebook_have_plans(session: Session) -> None:
     assert len(planned) >= 4
 
 
+def test_an_equal_default_of_another_type_is_another_default(session: Session) -> None:
+    namespace, run = session.user_ns, session.user_ns["strategy"].run
+    exec("def show(x=1):\n    return repr(x)", namespace)
+    show, found = namespace["show"], []
+    for default in (1, True, 1.0):
+        show.__defaults__ = (default,)
+        found += [run(show), run(show)]
+    assert found == ["1", "1", "True", "True", "1.0", "1.0"]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_many_random_programs_are_the_same_without_plans(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
