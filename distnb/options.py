@@ -26,6 +26,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "nbytes_of",
+    "seconds_of",
 ]
 
 
@@ -108,6 +109,29 @@ def nbytes_of(size: int | str) -> int:
             f"{size!r} is not a size. Give a number of bytes, or text such as '64 MB', '2GB' or '512MiB'."
         )
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([smhd]?)")
+
+
+def seconds_of(duration: float | str) -> float:
+    """Return a duration in seconds, given as a number of seconds or as text.
+
+    Raises:
+        OptionError: The argument is not a duration. (It is a ValueError.)
+
+    Example:
+        >>> seconds_of("20m")
+        1200.0
+    """
+    text = str(duration).strip() if isinstance(duration, int | float | str) and not isinstance(duration, bool) else ""
+    found = _DURATION.fullmatch(text)
+    if found is None or not float(found[1]):
+        raise OptionError(
+            f"{duration!r} is not a duration. Give a number of seconds, or text such as '90s', '20m' or '2h'."
+        )
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,6 @@ tempfile.tempdir = None
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("KERAS_BACKEND", "torch")
-# Engines that start without a zygote load torch._dynamo, which takes seconds, only if they step an optimizer.
-os.environ.setdefault("DISTNB_PRELOAD", "")
 # The state machines check their invariants after each transition, in every process that a test starts.
 os.environ.setdefault("DISTNB_VALIDATE", "1")
 

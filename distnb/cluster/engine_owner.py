@@ -117,7 +117,15 @@ class EngineOwner(ABC):
 
     @property
     def client_file(self) -> Path:
-        """The file for `ipyparallel.Client(path)`, ipyparallel's own client. It is created soon after the start."""
+        """The file for `ipyparallel.Client(path)`, ipyparallel's own client.
+
+        Its first use starts ipyparallel's controller, which the engines then join.
+
+        Raises:
+            StartError: The controller did not start.
+            ClusterError: Engines run on other machines, where the controller cannot reach them.
+        """
+        self.start_controller()
         return self.directory / "security" / "ipcontroller-client.json"
 
     def log_tail(self, engine: int, lines: int = _LOG_LINES) -> str:
@@ -182,6 +190,14 @@ class EngineOwner(ABC):
     @abstractmethod
     def remove(self, engines: Sequence[int]) -> None:
         """End engines, and forget them."""
+
+    @abstractmethod
+    def end_engines(self) -> None:
+        """End all engines. `restart` starts others in their places."""
+
+    @abstractmethod
+    def start_controller(self) -> None:
+        """Start ipyparallel's controller, unless it runs, and wait until clients can connect to it."""
 
     @abstractmethod
     def notice_ends(self) -> None:

@@ -21,7 +21,7 @@ from distnb.cluster.local.launcher import EngineOrder, Launcher, PlacedEngine
 from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.rendezvous_store import RendezvousStore
-from distnb.errors import NoClusterError, StartError
+from distnb.errors import ClusterError, NoClusterError, StartError
 from distnb.wire.channel import Addresses
 
 __all__ = ["Cluster"]
@@ -54,7 +54,7 @@ class Cluster(EngineOwner):
         self._heartbeats: HeartbeatListener | None = None
         self._passing: set[int] = set()  # engines that end with the notebook: they have not joined yet, or leave
         self._lock = threading.RLock()  # one start, stop or restart at a time
-        self._stopping = False
+        self._stopping = self._has_controller = False
         self._owner = os.getpid()
         self._is_closed = False
         self._opened = ExitStack()  # closed after the processes and the plan
@@ -136,10 +136,6 @@ class Cluster(EngineOwner):
                     self._store.serve()
                 meanwhile()
                 self._wait_until_ready(engines, on_progress, timeout_s)
-                if launcher.has_controller:  # last, because its imports would slow down the engines
-                    from distnb.cluster.local.controller import start_controller
-
-                    start_controller(self._processes)
             except BaseException:
                 self.stop()
                 raise
@@ -199,6 +195,25 @@ class Cluster(EngineOwner):
             self._end(passing)  # `add`, which holds the lock, fails then
             with self._lock:
                 self.remove(tuple(self._passing))  # those that it has not removed itself
+
+    def end_engines(self) -> None:
+        """End all engines. `restart` starts others in their places."""
+        with self._lock:
+            self._end([*self._engines])
+
+    def start_controller(self) -> None:
+        """Start ipyparallel's controller, unless it runs, and wait until clients can connect to it."""
+        with self._lock:
+            if not self._running.has_controller:
+                raise ClusterError(
+                    "ipyparallel.Client does not reach engines on other machines. Run code there in %%distribute cells."
+                )
+            if not self._has_controller:
+                # Few notebooks have such a client, and the controller's processes take 50 MB.
+                from distnb.cluster.local.controller import start_controller
+
+                start_controller(self._processes)
+                self._has_controller = True
 
     @property
     def _running(self) -> Launcher:

@@ -51,10 +51,7 @@ STORE_VARIABLE = "DISTNB_STORE_FILE"
 AGENT_VARIABLE = "DISTNB_AGENT"
 """The variable with the module whose `install` makes an engine of the process. Tests use a small one."""
 PRELOAD_VARIABLE = "DISTNB_PRELOAD"
-"""The user's variable with the modules, separated by commas, that engines import before their first program.
-
-If it is empty, idle engines import nothing either.
-"""
+"""The user's variable with the modules, separated by commas, that engines import before their first program."""
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")
 """The command that runs a module. With -P, a user's file such as random.py does not hide the module of that name."""

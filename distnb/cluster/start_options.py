@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from distnb.cluster.tasks import tasks_of
 from distnb.errors import OptionError
-from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
+from distnb.options import DATA_LIMIT_NBYTES, nbytes_of, seconds_of
 from distnb.topology import Device, Task
 
 if TYPE_CHECKING:
@@ -45,9 +45,10 @@ class StartOptions:
     Attributes:
         tasks: The task of each engine, derived from `workers` and `ps`; empty if all engines are alike.
         data_limit_nbytes: The size `data_limit` in bytes.
+        idle_timeout_s: The duration `idle_timeout` in seconds.
 
     Raises:
-        OptionError: The numbers of workers and servers, or the size, are invalid.
+        OptionError: The numbers of workers and servers, the size or the duration are invalid.
     """
 
     n: int | None = None
@@ -63,18 +64,27 @@ class StartOptions:
     on_disconnect: str | None = None
     sync: bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = False
     data_limit: int | str = DATA_LIMIT_NBYTES
+    idle_timeout: float | str | None = None
     tasks: tuple[Task, ...] = field(init=False)
     data_limit_nbytes: int = field(init=False)
+    idle_timeout_s: float | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", tasks_of(self.workers, self.ps, self.n, self.replicas_per_worker))
         object.__setattr__(self, "data_limit_nbytes", nbytes_of(self.data_limit))
+        idle_timeout_s = None if self.idle_timeout is None else seconds_of(self.idle_timeout)
+        object.__setattr__(self, "idle_timeout_s", idle_timeout_s)
         if self.on is not None and not callable(getattr(self.on, "place", None)):
             raise OptionError(
                 f"on={self.on!r}: name other machines by an object, such as distnb.SSH(['a', 'b']), distnb.Slurm() or "
                 "distnb.Ray()."
             )
         self._check_detached()
+        if self.idle_timeout is not None and (self.detach or self.tasks):
+            raise OptionError(
+                "idle_timeout= is not for a detached cluster, which has a time limit (hours=), nor for a cluster with "
+                "parameter servers, whose variables have no copy."
+            )
 
     def _check_detached(self) -> None:
         """Check the options of a cluster that stays when the notebook ends."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
 import sys
 from collections.abc import Callable, Sequence
-from types import FunctionType
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
 from typing import Any
 
 from distnb.compat.versions import private_names
@@ -70,6 +74,7 @@ __all__ = [
     "local_tensor",
     "make_subclass",
     "make_wrapper",
+    "load_compiler_on_demand",
     "map_leaves",
     "negative_view",
     "never_trace",
@@ -288,6 +293,91 @@ def never_trace(function: FunctionType) -> None:
     strategy = getattr(eval_frame, "_FrameExecStrategy", None)
     if skip is not None and strategy is not None:
         eval_frame.set_code_exec_strategy(function.__code__, strategy(skip, skip))
+
+
+_COMPILER = "torch._dynamo"
+
+
+def load_compiler_on_demand() -> None:
+    """Have torch's compiler, `torch._dynamo`, loaded at its first use, and not by the first optimizer. Idempotent.
+
+    It takes 70 to 100 MB of each process and more than a second. torch's optimizers import it in order to be excluded
+    from compilation, by `disable` and `graph_break`, which have no effect until something is compiled. A proxy with
+    these two functions represents it. Any other attribute, and the import of a module in it, loads the compiler,
+    which replaces the proxy:
+
+        torch.optim.Adam(…)                    → proxy.disable(add_param_group)
+        torch.compile(model)                   → proxy.optimize             → loads torch._dynamo
+        import torch._dynamo.config            → proxy.__path__             → loads torch._dynamo
+    """
+    if _COMPILER not in sys.modules:
+        sys.meta_path.insert(0, _CompilerFinder())
+        sys.modules[_COMPILER] = torch._dynamo = _CompilerProxy(_COMPILER)
+
+
+class _CompilerProxy(ModuleType):
+    """The proxy of the compiler. It answers for no special attribute but `__path__`.
+
+    Python and IPython ask every loaded module for attributes such as `__file__`.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(f"module {_COMPILER!r} has no attribute {name!r}")
+        return getattr(_compiler(), name)
+
+    def disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Return the function, excluded from compilation as soon as the compiler is loaded."""
+        if not isinstance(fn, FunctionType):
+            return _compiler().disable(fn, *args, **kwargs)
+        excluded = None
+
+        @functools.wraps(fn)
+        def function(*its_args: Any, **its_kwargs: Any) -> Any:
+            nonlocal excluded
+            if excluded is None:
+                if isinstance(sys.modules[_COMPILER], _CompilerProxy):
+                    return fn(*its_args, **its_kwargs)
+                excluded = _compiler().disable(fn, *args, **kwargs)
+            return excluded(*its_args, **its_kwargs)
+
+        return function
+
+    def graph_break(self, msg: str = "") -> None:
+        """Do nothing, as the compiler's function does in code that is not compiled."""
+
+
+def _compiler() -> Any:
+    """Return the compiler. Its first use loads it."""
+    if isinstance(sys.modules.get(_COMPILER), _CompilerProxy):
+        del sys.modules[_COMPILER]
+    return importlib.import_module(_COMPILER)
+
+
+class _CompilerFinder(MetaPathFinder, Loader):
+    """The finder of the compiler's modules that were loaded with it while Python imported one of them.
+
+    `import torch._dynamo.config` asks the proxy for the place of `config`. That loads the compiler and its `config`,
+    which Python would then load a second time.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a specification for a module of the compiler that is loaded, or None."""
+        loaded = fullname.startswith(f"{_COMPILER}.") and target is None and fullname in sys.modules
+        return ModuleSpec(fullname, self) if loaded else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the loaded module."""
+        module = sys.modules[spec.name]
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Keep the module as it is."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
 
 
 # -- modules and optimizers --------------------------------------------------------------------------------------------

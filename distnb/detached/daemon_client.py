@@ -154,6 +154,14 @@ class DaemonClient(EngineOwner):
         """End engines, and forget them."""
         self._ask("remove", tuple(engines))
 
+    def end_engines(self) -> None:
+        """Have the daemon end all engines."""
+        self._ask("end_engines")
+
+    def start_controller(self) -> None:
+        """Have the daemon start ipyparallel's controller."""
+        self._ask("start_controller")
+
     def notice_ends(self) -> None:
         """Wait until `missing` includes the engines that have ended already."""
         self._ask("notice_ends")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import zmq
 
 from distnb.accelerators import torch_device
-from distnb.cluster.process_environment import PRELOAD_VARIABLE
 from distnb.collectives.group.memberships import memberships
 from distnb.engine import adapted_shell
 from distnb.engine.absence import absence_of
@@ -36,7 +35,6 @@ from distnb.engine.programs.program_kinds import ProgramKind
 from distnb.engine.programs.started_threads import note_work_of_pools
 from distnb.engine.programs.team_programs import TeamPrograms
 from distnb.engine.programs.users_loop import UsersLoop
-from distnb.engine.warming import warm_up_when_idle
 from distnb.features import require
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
@@ -171,8 +169,6 @@ class Agent:
         self.loop.begin(hello)
         # The objects of torch and IPython are never garbage, so later collections need not visit them.
         gc.freeze()
-        if os.environ.get(PRELOAD_VARIABLE) != "":
-            warm_up_when_idle(self.loop.idle_s)
 
     def _hello(self, *, returning: bool = False) -> Hello:
         """Return this engine's introduction, to its first notebook or to a later one."""

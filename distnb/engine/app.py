@@ -1,7 +1,7 @@
 """The engine as an ipyparallel engine, whose kernel and shell exist before the controller does.
 
 ipyparallel's own engine creates its kernel only after the controller has answered. This one does not wait. The notebook
-reaches the agent directly, so cells run while the controller still starts, and ipyparallel's channel follows.
+reaches the agent directly, so cells run without a controller, and ipyparallel's channel follows when one is started.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType, ModuleType
@@ -30,9 +29,8 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 __all__ = ["EngineApp"]
 
-_POLL_S = 0.1  # the interval at which the engine checks for the controller's connection file
+_POLL_S = 0.5  # the interval at which the engine checks for the controller's connection file
 _ANSWER_MS = 5000  # the time to wait for the controller's answer before the next request
-_GIVE_UP_S = 600.0
 
 
 class EngineApp(IPEngine):  # type: ignore[misc]
@@ -134,16 +132,14 @@ class EngineApp(IPEngine):  # type: ignore[misc]
     # -- ipyparallel's channels --------------------------------------------------------------------------------------
 
     async def _join_controller(self) -> None:
-        """Register with the controller when it is there, within `_GIVE_UP_S`."""
-        deadline = time.monotonic() + _GIVE_UP_S
-        while time.monotonic() < deadline:
+        """Register with the controller once there is one: it starts when a client is wanted."""
+        while True:
             if os.path.exists(self.url_file):
                 info = self._read_connection_file()
                 if await self._register(f"{info['interface']}:{info['registration']}"):
                     self._connect(info)
                     return
             await asyncio.sleep(_POLL_S)
-        self.log.warning("ipyparallel's controller did not start; its channel does not work in this cluster.")
 
     def _read_connection_file(self) -> dict[str, Any]:
         with open(self.url_file) as file:

@@ -13,6 +13,7 @@ from typing import Any
 from tornado.ioloop import IOLoop
 
 from distnb.engine.debugging import error_reports
+from distnb.objects.memory.freed_memory import return_freed_memory
 from distnb.runtime.randomness import streams
 from distnb.wire import unix_socket
 from distnb.wire.channel import ProgramLink
@@ -55,7 +56,6 @@ class ProgramLoop:
         self._loop = IOLoop.current()
         self._has_returned = False  # whether a notebook is there to which this thread has not sent its hello
         self._serving = self._listening = False
-        self._served = time.monotonic()
 
     def begin(self, hello: Hello) -> None:
         """Send this engine's introduction, and receive programs from now on."""
@@ -63,10 +63,6 @@ class ProgramLoop:
         self._programs.send(hello)
         self._listen()
         self._loop.add_callback(self._serve)
-
-    def idle_s(self) -> float:
-        """Return the time in seconds since the last program; 0 while one runs."""
-        return 0.0 if self._serving else time.monotonic() - self._served
 
     def receive_from(self, link: ProgramLink) -> None:
         """Receive programs from one more link."""
@@ -134,7 +130,7 @@ class ProgramLoop:
             self._ignore()
             return
         self._serving = True
-        latest = None
+        latest, began = None, time.monotonic()
         try:
             while (latest := self._serve_one(latest)) is not None:
                 pass
@@ -142,7 +138,7 @@ class ProgramLoop:
             self._loop.add_callback(self._serve)  # more may wait, and no event announces them
             raise
         finally:
-            self._serving, self._served = False, time.monotonic()
+            self._serving = False
             streams.reset()  # a planned call leaves the replica's own stream in use
             if any(link.ended for link in self._links):
                 _logger.info("a connection for programs has ended")
@@ -152,6 +148,7 @@ class ProgramLoop:
                 self._listen()
             if self._has_returned:
                 self._reconnect()
+        return_freed_memory(began)
 
     def _serve_one(self, latest: ProgramLink | None) -> ProgramLink | None:
         """Run one program, of another link than the latest one's if possible. Return its link; None if none arrived."""

@@ -53,6 +53,8 @@ def load() -> None:
             raise StartError(
                 f"{PRELOAD_VARIABLE} names {name}, which an engine cannot import: {error}. Correct the variable."
             ) from error
+    # Last: the user may have named the compiler.
+    importlib.import_module("distnb.compat.torch_internals").load_compiler_on_demand()
 
 
 def fork_engines() -> None:

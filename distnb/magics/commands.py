@@ -10,7 +10,7 @@ from typing import NoReturn
 from distnb import features
 from distnb.cluster.start_options import ON_DISCONNECT
 from distnb.errors import OptionError, closest
-from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
+from distnb.options import DATA_LIMIT_NBYTES, nbytes_of, seconds_of
 from distnb.process_log import LEVELS
 from distnb.strategies import WORDS, class_of
 
@@ -73,6 +73,13 @@ _count = partial(_whole, least=1)
 def _size(text: str) -> int:
     try:
         return nbytes_of(text)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+
+
+def _duration(text: str) -> float:
+    try:
+        return seconds_of(text)
     except OptionError as error:
         raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
 
@@ -195,6 +202,7 @@ def _start(parser: LineParser) -> None:
         default=DATA_LIMIT_NBYTES,
         help="size above which data stays on the engines, such as 2GB (default: 64MB)",
     )
+    add("--idle-timeout", metavar="TIME", type=_duration, help="time without use after which the engines end: 20m, 2h")
 
 
 def _distribute() -> LineParser:

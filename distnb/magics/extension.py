@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from distnb.notebook import compose
 from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.namespace.module_watch import FileVersion
 from distnb.objects.code import spawned_processes
+from distnb.objects.memory.freed_memory import return_freed_memory
 from distnb.objects.modes.environment import cell_began
 from distnb.runtime.program_ends import program_ended
 from distnb.widgets.front import Front
@@ -49,7 +51,7 @@ class Extension:
         # Our hooks around a cell run as a whole. A stop in the meantime applies to the cell, or to the next step.
         self._stops = StopHandler((Extension._begin.__code__, Extension._leave.__code__, Front.end_cell.__code__))
         self._dispatch = ScopeDispatch(self._distribute.run_in_scope)
-        self._open = False
+        self._open, self._began = False, time.monotonic()
 
     def install(self) -> None:
         """Add all parts."""
@@ -122,7 +124,7 @@ class Extension:
 
     def _begin(self, raw_cell: str) -> None:
         self._stops.install()
-        self._open = True
+        self._open, self._began = True, time.monotonic()
         cell_began()
         _choose_debugger()
         self._distribute.cell_begins(raw_cell)
@@ -141,6 +143,7 @@ class Extension:
             session.engines.save_names()
         self._history.end(result)
         self._front.end_cell(failed=result is None or not result.success)
+        return_freed_memory(self._began)
 
     def _leave(self) -> None:
         self._open = False

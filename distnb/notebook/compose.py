@@ -134,6 +134,7 @@ def start(
     on_disconnect: str | None = None,
     sync: bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = False,
     data_limit: int | str = DATA_LIMIT_NBYTES,
+    idle_timeout: float | str | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Session:
     """Start engines, on this machine or on others: `%distnb start` does the same.
@@ -171,6 +172,8 @@ def start(
             files in any case.
         data_limit: The size, in bytes or as text ("2 GB"), above which data that a cell assigns stays on the engines.
             The notebook then has a handle of it.
+        idle_timeout: The time without any use, in seconds or as text ("20m"), after which the engines end. The notebook
+            then keeps a copy of what is mirrored, and `restart()` starts the engines again with it. None for no limit.
         on_progress: Called with a text whenever the start makes progress.
 
     Returns:
@@ -205,6 +208,7 @@ def start(
         on_disconnect=on_disconnect,
         sync=sync,
         data_limit=data_limit,
+        idle_timeout=idle_timeout,
     )
     return start_with(options, on_progress)
 

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from distnb import process_log
 from distnb.cluster.connection import Keys
@@ -62,6 +61,8 @@ class Engines:
         tasks: The role of each engine; empty if all are alike.
         lost: The reason, with its cure, why this notebook has the engines no longer although they were not stopped
             here; "" if there is none.
+        asleep: The reason, with its cure, why the engines were ended, while the notebook keeps copies of their objects;
+            "" while they run.
     """
 
     def __init__(self, owner: EngineOwner, namespace: NotebookNamespace) -> None:
@@ -88,7 +89,7 @@ class Engines:
         self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
         self.teams = Teams(facts.store, self._no_replicas)
         self._cluster: EngineOwner | None = None  # while this notebook has the engines
-        self.lost = ""
+        self.lost = self.asleep = ""
         self._hosts: dict[str, None] = {}
         self._closed = False
 
@@ -106,9 +107,7 @@ class Engines:
     def start(self, on_progress: Callable[[str], None]) -> None:
         """Start the processes, and wait until every engine is ready. If that fails, `stop` frees everything."""
         self.connect()
-        # This process imports torch while the engines import it: their replies need it.
-        import_torch = partial(importlib.import_module, "torch.distributed")
-        self.owner.start(self._switchboard.addresses, on_progress=on_progress, meanwhile=import_torch)
+        self.owner.start(self._switchboard.addresses, on_progress=on_progress, meanwhile=_import_torch)
         self._await(self.ids)
 
     def connect(self) -> None:
@@ -153,6 +152,11 @@ class Engines:
             stopped = "The cluster was stopped. Start one with %distnb start, or distnb.start()."
             raise NoClusterError(self.lost or stopped)
         return cluster
+
+    def check_awake(self) -> None:
+        """Raise NoClusterError if the engines were ended because nobody used them."""
+        if self.asleep:
+            raise NoClusterError(self.asleep)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -230,11 +234,13 @@ class Engines:
 
     def team(self, spec: StrategySpec) -> Team:
         """Return the team of a strategy, as `Teams.of` chooses it. The caller holds the turn."""
+        self.check_awake()
         self._await_answers()
         return self.teams.of(spec, self.cluster)
 
     def team_of(self, engines: Sequence[int]) -> Team:
         """Return the team of these engines, in this order."""
+        self.check_awake()
         return self.teams.made_of(engines, self.cluster)
 
     def _await_answers(self) -> None:
@@ -269,6 +275,24 @@ class Engines:
             raise OptionError(f"There is no engine {unknown[0]}; the engines are {', '.join(map(str, known))}.")
         return chosen
 
+    def end_all(self, reason: str) -> str:
+        """End all engines, which `replace` starts again with copies of what they have in common. Hold the turn.
+
+        Args:
+            reason: See `asleep`.
+
+        Returns:
+            The names of the values that are lost.
+        """
+        _logger.info("ending all engines: %s", reason)
+        engines, devices = self.left, {each.engine: each.device for each in self.placed()}
+        lost = self._namespace.save(self.teams.strategies(devices))
+        self.asleep = reason
+        self.supervisor.forget(engines)
+        self.cluster.end_engines()
+        self._report_lost(engines, "was ended, because nobody used it")
+        return lost
+
     def replace(self, chosen: Sequence[int], on_progress: Callable[[str], None], *, awaited: bool) -> None:
         """Replace some engines by new processes. The caller holds the turn.
 
@@ -287,6 +311,7 @@ class Engines:
         except BaseException:
             self._report_lost(self._ended.keys() & set(chosen))
             raise
+        self.asleep = ""
         for engine in chosen:
             self.dispatch.engine_replaced(engine)
         if lost := [engine for engine in replicas if engine in chosen]:
@@ -341,10 +366,10 @@ class Engines:
                 self.dispatch.engine_replaced(engine)
             self.teams.renew()
 
-    def _report_lost(self, engines: Iterable[int]) -> None:
-        """Report engines that the restart has ended or is about to end."""
+    def _report_lost(self, engines: Iterable[int], how: str = _RESTARTED) -> None:
+        """Report engines that this notebook has ended or is about to end."""
         for engine in engines:
-            self._on_exit(engine, self.cluster.engines[engine].pid, _RESTARTED)
+            self._on_exit(engine, self.cluster.engines[engine].pid, how)
 
     def lose(self, status: str, reason: str) -> None:
         """Handle the loss of the engines to another notebook, or to the end of their cluster.
@@ -393,3 +418,9 @@ class Engines:
         self._switchboard.close()
         self.owner.close()  # last: the daemon of a detached cluster may let another notebook listen from here on
         close_log()
+
+
+def _import_torch() -> None:
+    """Import torch while the engines import it: their replies need it."""
+    importlib.import_module("torch.distributed")
+    importlib.import_module("distnb.compat.torch_internals").load_compiler_on_demand()

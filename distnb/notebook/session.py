@@ -25,11 +25,13 @@ from distnb.notebook.reports import process_text, stacks_text
 from distnb.notebook.resizing import Resized, Resizing, checked_size
 from distnb.notebook.running.calls import Calls
 from distnb.notebook.running.cells import OUTPUT_PATIENCE_S, Cells
+from distnb.notebook.running.idle_limit import IdleLimit
 from distnb.notebook.running.program_runs import ProgramRuns
 from distnb.notebook.session_part import SessionPart
 from distnb.options import StrategySpec
 from distnb.topology import Task, Team
 from distnb.views.timeline_model import TimelineModel
+from distnb.views.wording import duration
 from distnb.wire.messages import MemoryUse
 
 __all__ = ["Session"]
@@ -68,6 +70,7 @@ class Session:
         self.iterations: weakref.WeakSet[RemoteIterator] = weakref.WeakSet()
         self._parts: list[SessionPart] = []
         self._terminal: TerminalSocket | None = None
+        self._idle_limit: IdleLimit | None = None
         self._owner = os.getpid()
         self._leaving = threading.RLock()  # this notebook may stop the cluster while another takes it over
 
@@ -91,6 +94,8 @@ class Session:
             session.engines.start(on_progress)
             session._begin_parts()
             session._serve_terminals()
+            if options.idle_timeout_s is not None:
+                session._limit_idleness(options.idle_timeout_s)
         except BaseException:
             session.stop()
             raise
@@ -138,6 +143,27 @@ class Session:
             raise
         return session, restored
 
+    def _limit_idleness(self, limit_s: float) -> None:
+        """End the engines if nobody has used them for some time. Keep copies of what the replicas have in common."""
+        engines, dispatch = self.engines, self._dispatch
+
+        def latest() -> int | None:
+            return None if dispatch.in_use or not engines.left else dispatch.latest
+
+        def end(program: int) -> None:
+            with dispatch.turn, self.programs.inspecting():
+                if latest() != program:
+                    return
+                for part in self._parts:
+                    part.leave(engines.left, "was ended, because nobody used it")
+                cure = "%distnb restart starts them again"
+                reason = f"The engines were ended, because nobody used them for {duration(limit_s)}."
+                lost = engines.end_all(f"{reason} {cure}.")
+                lost = f", except {lost}, which {'are' if ',' in lost else 'is'} lost" if lost else ""
+                print(f"distnb: {reason} {cure}, with copies of their objects{lost}.", file=sys.stderr)
+
+        self._idle_limit = IdleLimit(limit_s, latest, end)
+
     def _serve_terminals(self) -> None:
         answers = {"stacks": partial(stacks_text, self), "process": partial(process_text, self)}
         self._terminal = TerminalSocket(self.engines.cluster.directory, answers)
@@ -146,6 +172,15 @@ class Session:
     def name(self) -> str:
         """The name of a detached cluster; "" if the engines end with the notebook."""
         return self.engines.owner.facts.name
+
+    @property
+    def client_file(self) -> str:
+        """The file for `ipyparallel.Client(path)`. The first use starts ipyparallel's controller.
+
+        Raises:
+            ClusterError: Engines run on other machines, where the controller cannot reach them.
+        """
+        return str(self.engines.cluster.client_file)
 
     def disconnect(self) -> None:
         """Leave the engines of a detached cluster to the next notebook. Handles here can no longer be used.
@@ -187,6 +222,8 @@ class Session:
                 part.close()
             if self._terminal is not None:
                 self._terminal.close()
+            if self._idle_limit is not None:
+                self._idle_limit.close()
             leave()
 
     @property
@@ -265,6 +302,7 @@ class Session:
             ReplicaStuck: An engine is still busy with a program that was ended.
         """
         with self._dispatch.turn:
+            self.engines.check_awake()
             size = checked_size(n, workers, ps, self.tasks)
             self.calls.send_deferred()
             self.calls.finish()

@@ -80,7 +80,6 @@ class Server:
         ]
         env = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(home / ".jupyter")}
         env["JUPYTER_RUNTIME_DIR"] = str(home / "run")
-        env["DISTNB_PRELOAD"] = "torch._dynamo"  # nearly all cells train: engines load it once
         # The extension from this folder: an installed one may be an older build.
         (home / "share/labextensions").mkdir(parents=True)
         (home / "share/labextensions/distnb").symlink_to(ROOT / "extension/labextension")

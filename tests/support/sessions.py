@@ -19,9 +19,9 @@ _WITHIN_S = 20.0
 
 
 @contextlib.contextmanager
-def started(n: int = 2, strategy: Callable[[], Any] = distnb.MirroredStrategy) -> Iterator[Session]:
+def started(n: int = 2, strategy: Callable[[], Any] = distnb.MirroredStrategy, **options: Any) -> Iterator[Session]:
     """Start a cluster with the names `distnb`, `torch` and `strategy`. New names are removed afterwards."""
-    distnb.start(n)
+    distnb.start(n, **options)
     session = sessions.require()
     before = dict(session.user_ns)
     try:

@@ -7,24 +7,31 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from distnb.cluster.local.orphans import die_with
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
+from distnb.errors import StartError
 from distnb.process_log import log_environment, open_log
 
 __all__ = ["main", "start_controller"]
 
+_START_TIMEOUT_S = 60.0
+_POLL_S = 0.05
+
 
 def start_controller(processes: Processes) -> None:
-    """Start ipyparallel's controller, which starts a process for its heart monitor, and threads for its schedulers.
+    """Start ipyparallel's controller, and wait until it has written the file for clients.
+
+    It starts a process for its heart monitor, and threads for its schedulers.
 
     The controller listens on UNIX sockets in the run directory, so no other process can take one of its ports first. To
     connect, a client needs the CURVE key from the controller's connection files, which only this user can read.
     """
-    directory = processes.directory
+    directory, log_path = processes.directory, processes.directory / "log" / "controller.log"
     command = (
         *(*PYTHON_MODULE, "distnb.cluster.local.controller", str(os.getpid())),
         f"--profile-dir={directory}",
@@ -38,15 +45,21 @@ def start_controller(processes: Processes) -> None:
         "--IPController.auto_create=False",  # it must not create the directory again after its removal
         "--IPController.enable_curve=True",
     )
-    with open(directory / "log" / "controller.log", "ab") as log:
-        processes.start(
+    with open(log_path, "ab") as log:
+        controller = processes.start(
             command,
             lambda pid, status, expected: None,
             env={**os.environ, **import_environment(), **log_environment()},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-        )
+        ).pid
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not (directory / "security" / "ipcontroller-client.json").exists():
+        if processes.has_ended(controller) or time.monotonic() > deadline:
+            processes.kill([controller])
+            raise StartError(f"ipyparallel's controller did not start. Its log:\n{log_path.read_text()}")
+        time.sleep(_POLL_S)
 
 
 def main(notebook_pid: int, arguments: list[str]) -> None:

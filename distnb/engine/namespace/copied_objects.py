@@ -103,12 +103,13 @@ def origin_of(value: Any) -> Origin | None:
     return strategy.spec, list(map(process.runtime_of(strategy).registration.place_of, registered_in(value)))
 
 
-def register_copied(value: Any, origin: Origin | None) -> None:
+def register_copied(value: Any, origin: Origin | None, *, with_parts: bool = False) -> None:
     """Keep an object in sync that was copied from another replica, where `origin_of` returned its origin.
 
-    Its content that only counts once, such as the counts of a metric, is that replica's own.
+    Its content that only counts once, such as the counts of a metric, is that replica's own, unless `with_parts`: that
+    replica has ended.
     """
-    if is_part(value):
+    if is_part(value) and not with_parts:
         forget_part(value)
     if is_mirrored(value) and is_metric(value):
         metric_binding.bind(value)

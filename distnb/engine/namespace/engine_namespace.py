@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from distnb.engine.namespace.cell_sources import remember_source, remembered
-from distnb.engine.namespace.copied_objects import Origin, register_copied
 from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
 from distnb.engine.namespace.imported_modules import ModuleReloader
@@ -62,9 +61,6 @@ class EngineNamespace:
         teams: The engine's objects.
         engine: This engine's id. Its position among a team's engines is its replica number.
         reserved: The names that the engine itself binds before a program runs.
-
-    Attributes:
-        adopt: Called with each object that is restored from another replica, and its origin, to keep it in sync.
     """
 
     def __init__(
@@ -78,7 +74,6 @@ class EngineNamespace:
         self.user_ns = user_ns
         self.teams = teams
         teams.user_ns = user_ns
-        self.adopt: Callable[[Any, Origin | None], None] = register_copied
         self._engine = engine
         self._reserved = frozenset(reserved)
         self._environment: Environment | None = None

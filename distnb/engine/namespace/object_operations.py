@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from distnb.engine.namespace.copied_objects import common_parts, origin_of
+from distnb.engine.namespace.copied_objects import common_parts, origin_of, register_copied
 from distnb.engine.namespace.descriptions import own_part, summarise, summarise_read
 from distnb.engine.namespace.engine_namespace import EngineNamespace
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects
@@ -52,8 +53,10 @@ QUIET = frozenset(
         "inspect",
         "nbytes",
         "rename",
+        "revive",
         "summary",
         "threads",
+        "try",
         "writes",
     }
 )
@@ -284,17 +287,17 @@ def _divide(namespace: EngineNamespace, team: TeamKey) -> None:
     divide_again(process, _divided_in(objects), gathered, resolve)
 
 
-def _import(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> ObjectId | None:
-    """Keep the objects in another replica's pack.
+def _import(
+    namespace: EngineNamespace, objects: EngineObjects, request: Request, *, with_parts: bool = False
+) -> ObjectId | None:
+    """Keep the objects in another replica's pack. With `with_parts`, also its parts of values of all replicas.
 
     Return None; or, if one of the objects cannot be opened here, its id. Then none of them is kept, because others may
     share objects with it.
     """
-    assert request.pack is not None
-    opened = [*objects.tracker.open_loose(request.pack).values()]
-    for identity, value in zip(request.targets, opened, strict=True):
-        if type(value) is Placeholder or type(value[0]) is Placeholder:
-            return identity
+    opened, unopened = _opened(objects, request)
+    if unopened is not None:
+        return unopened
     spmd.register_random(request.random)
     registered: set[int] = set()
     for identity, (obj, parts) in zip(request.targets, opened, strict=True):
@@ -302,8 +305,23 @@ def _import(namespace: EngineNamespace, objects: EngineObjects, request: Request
         for part, origin in parts:
             if id(part) not in registered:
                 registered.add(id(part))
-                namespace.adopt(part, origin)
+                register_copied(part, origin, with_parts=with_parts)
     return None
+
+
+def _try(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> ObjectId | None:
+    """Open a pack of objects, and keep none of them. Return as `_import` does."""
+    return _opened(objects, request)[1]
+
+
+def _opened(objects: EngineObjects, request: Request) -> tuple[list[Any], ObjectId | None]:
+    """Open a pack of objects. Return them, and the id of one that cannot be opened or None."""
+    assert request.pack is not None
+    opened = [*objects.tracker.open_loose(request.pack).values()]
+    for identity, value in zip(request.targets, opened, strict=True):
+        if type(value) is Placeholder or type(value[0]) is Placeholder:
+            return opened, identity
+    return opened, None
 
 
 _TRANSFERS: dict[str, Callable[[EngineNamespace, EngineObjects, Request], Any]] = {
@@ -311,6 +329,8 @@ _TRANSFERS: dict[str, Callable[[EngineNamespace, EngineObjects, Request], Any]] 
     "export": _export,
     "fetch": _fetch,
     "import": _import,
+    "revive": partial(_import, with_parts=True),
+    "try": _try,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from distnb.errors import DistributedValueError, EngineDied, ReplicaStuck
 from distnb.notebook.handles.handle import HANDLES, RemoteMethod, RemoteState, state_of_handle
@@ -21,7 +21,7 @@ from distnb.wire.value_facts import Holding, Inspected
 if TYPE_CHECKING:
     from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 
-__all__ = ["HandleOperations", "Perform"]
+__all__ = ["CommonObjects", "HandleOperations", "Perform"]
 
 Path = tuple[tuple[str, Any], ...]
 
@@ -44,6 +44,21 @@ class Perform(Protocol):
         payload: Any = None,
         give_up: Callable[[dict[int, Any]], None] = ...,
     ) -> dict[int, Any]: ...
+
+
+class CommonObjects(NamedTuple):
+    """A copy of the objects that the replicas of a team have in common.
+
+    Attributes:
+        objects: Their ids, in the order of the pack.
+        random: The states of random generators.
+        has_shards: Whether the replicas hold shards of them, which are not copied.
+    """
+
+    pack: Packed
+    objects: tuple[ObjectId, ...]
+    random: bytes
+    has_shards: bool
 
 
 class HandleOperations:
@@ -327,20 +342,49 @@ class HandleOperations:
         Raises:
             EngineDied: An engine of the team has ended.
         """
+        copied = self._copy(tracked, survivor, mirrored, lambda copied: self._open(tracked, "import", new, copied))
+        tracked.has_shards = tracked.has_shards or copied.has_shards
+        return set(copied.objects)
+
+    def save(self, tracked: TrackedObjects, mirrored: tuple[ObjectId, ...]) -> CommonObjects:
+        """Return a copy of what `restore` copies, from a team's only engine, for a later one."""
+        engines = tracked.key.engines
+        return self._copy(tracked, engines[0], mirrored, lambda copied: self._open(tracked, "try", engines, copied))
+
+    def revive(self, tracked: TrackedObjects, saved: CommonObjects) -> set[ObjectId]:
+        """Give a team's only engine what `save` has copied. Return the ids; none if it cannot open an object."""
+        self.before()
+        return set() if self._open(tracked, "revive", tracked.key.engines, saved) else set(saved.objects)
+
+    def _copy(
+        self,
+        tracked: TrackedObjects,
+        source: int,
+        mirrored: tuple[ObjectId, ...],
+        unopened_of: Callable[[CommonObjects], set[ObjectId]],
+    ) -> CommonObjects:
+        """Have an engine copy its objects, without those that `unopened_of` finds."""
         self.before()
         left_out: tuple[ObjectId, ...] = ()
         while True:
-            snapshot, (replica,) = self._snapshot_with(tracked, (survivor,))
+            snapshot, (replica,) = self._snapshot_with(tracked, (source,))
             request = Request(snapshot=snapshot, answers=(replica,), targets=mirrored, left_out=left_out)
-            pack, exported, random, has_shards = self._transfer(tracked, "export", (0, ""), request)[replica]
-            snapshot, replicas = self._snapshot_with(tracked, new)
-            request = Request(snapshot=snapshot, answers=replicas, targets=exported, pack=pack, random=random)
-            answers = self._transfer(tracked, "import", (0, ""), request).values()
-            unopened = {each for each in answers if each is not None}
+            copied = CommonObjects(*self._transfer(tracked, "export", (0, ""), request)[replica])
+            unopened = unopened_of(copied)
             if not unopened:
-                tracked.has_shards = tracked.has_shards or has_shards
-                return set(exported)
+                return copied
             left_out += tuple(unopened)
+
+    def _open(
+        self, tracked: TrackedObjects, operation: str, engines: Sequence[int], copied: CommonObjects
+    ) -> set[ObjectId]:
+        """Have engines open copied objects. Return the ids of those that cannot be opened."""
+        snapshot, replicas = self._snapshot_with(tracked, engines)
+        request = Request(
+            snapshot=snapshot, answers=replicas, targets=copied.objects, pack=copied.pack, random=copied.random
+        )
+        answers = self._transfer(tracked, operation, (0, ""), request).values()
+        return {each for each in answers if each is not None}
 
     def _snapshot_with(self, tracked: TrackedObjects, engines: Sequence[int]) -> tuple[Snapshot, tuple[int, ...]]:
         """Return a snapshot, and the replicas on some engines in it, all of which must be alive."""

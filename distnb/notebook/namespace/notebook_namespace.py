@@ -252,6 +252,10 @@ class NotebookNamespace:
             numbers = ", ".join(map(str, sorted(engines)))
             self._announce(f"distnb: with engine{'s' * (len(engines) > 1)} {numbers}, components of {lost} are lost.")
 
+    def save(self, strategies: Mapping[tuple[int, ...], Sequence[StrategySpec]]) -> str:
+        """Copy what the replicas have in common, since all engines are about to end. See `TrackedTeams.save`."""
+        return self._teams.save(strategies)
+
     def close(self) -> None:
         """Make every handle stale when the cluster ends."""
         self._teams.close()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 
-from distnb.errors import EngineDied, OptionError
+from distnb.errors import DistnbError, EngineDied, OptionError
 from distnb.notebook.doubts import doubt
 from distnb.notebook.handles.handle import change_kind, state_of_handle
-from distnb.notebook.namespace.handle_operations import HandleOperations
+from distnb.notebook.namespace.handle_operations import CommonObjects, HandleOperations
 from distnb.notebook.namespace.tracked_objects import TrackedObjects
 from distnb.options import StrategySpec
 from distnb.topology import Team
 from distnb.values import DistributedValues, Mirrored
 from distnb.wire.exchange import TeamKey
+from distnb.wire.messages import ObjectId
 
 __all__ = ["Grown", "TrackedTeams"]
 
@@ -38,6 +40,7 @@ class TrackedTeams:
         self._teams: dict[tuple[int, ...], TrackedObjects] = {}
         self._dead: set[int] = set()
         self._incomplete: set[int] = set()  # new engines, from the first step of copying objects to them to the last
+        self._saved: dict[tuple[int, ...], CommonObjects] = {}  # by team, while its engines have ended for lack of use
         self._formed = itertools.count(1)
 
     def __iter__(self) -> Iterator[TrackedObjects]:
@@ -122,16 +125,63 @@ class TrackedTeams:
         self._operations.mark_copying(replaced, copying=True)
         if grown:
             self._drop_without_handles()
-        for tracked in self:
-            whole = grown.get(tracked.key.whole, tracked.key.whole)
-            now = tuple(engine for engine in whole if engine in alive | replaced)
-            if now != tracked.key.engines and not alive.isdisjoint(tracked.key.engines):
-                self._change(tracked, now, whole, inherits=bool(grown))
         unlike: list[DistributedValues] = []
         for tracked in self:
+            revived = self._revive(tracked, replaced)
+            whole = grown.get(tracked.key.whole, tracked.key.whole)
+            now = tuple(engine for engine in whole if engine in alive | replaced)
+            if now != tracked.key.engines and not (alive | revived).isdisjoint(tracked.key.engines):
+                self._change(tracked, now, whole, inherits=bool(grown))
             if not replaced.isdisjoint(tracked.key.engines):
-                unlike += self._restore(tracked, alive, replaced)
+                unlike += self._restore(tracked, alive | revived, replaced - revived)
         return unlike
+
+    def save(self, strategies: Mapping[tuple[int, ...], Sequence[StrategySpec]]) -> str:
+        """Copy what the replicas of each team have in common, since all engines are about to end.
+
+        Each team becomes smaller until its first replica has everything, and `engines_replaced` begins with that one.
+        If this raises, nothing has changed.
+
+        Args:
+            strategies: The strategies that run on the whole of each team.
+
+        Returns:
+            The names of the values that are lost with the engines.
+        """
+        self._drop_without_handles()
+        teams = list(self)
+        for tracked in teams:
+            self.drop_dead_engines(tracked)
+            self._operations.settle(tracked, range(1, tracked.size), strategies.get(tracked.key.whole, ()))
+        lost: list[DistributedValues] = []
+        for tracked in teams:
+            kept: set[ObjectId] = set()
+            if not tracked.has_shards:  # shards are not copied
+                with suppress(DistnbError, KeyboardInterrupt):
+                    self._change(tracked, tracked.key.engines[:1], tracked.key.whole, inherits=True)
+                    copied = self._saved[tracked.key.whole] = self._operations.save(tracked, _mirrored(tracked))
+                    kept.update(copied.objects)
+            for handle in tracked.handles():
+                state = state_of_handle(handle)
+                lost += [handle] if state.facts and state.identity not in kept else []
+        return self.names(lost)
+
+    def _revive(self, tracked: TrackedObjects, replaced: Collection[int]) -> set[int]:
+        """Give the first replica of a team what `save` has copied, if its engine is new. Return the engine."""
+        saved, engine = self._saved.get(tracked.key.whole), tracked.key.engines[0]
+        if saved is None or engine not in replaced:
+            return set()
+        tracked.resend_all()
+        restored = self._operations.revive(tracked, saved)
+        self._operations.settle(tracked, (), ())  # forms a group, in which the objects are registered
+        for handle in tracked.handles():
+            state = state_of_handle(handle)
+            if state.identity in restored:
+                state.restored((0,), 0)
+            elif state.facts:
+                state.gone.add(engine)
+        del self._saved[tracked.key.whole]
+        return {engine}
 
     def _restore(
         self, tracked: TrackedObjects, survivors: Collection[int], replaced: Collection[int]
@@ -155,11 +205,9 @@ class TrackedTeams:
                 return []
             living = tracked.key.engines
             new = [engine for engine in living if engine in replaced]
-            states = [state_of_handle(handle) for handle in handles if isinstance(handle, Mirrored)]
-            mirrored = tuple(state.identity for state in states if not state.divided)
             tracked.resend_all()  # the new processes have nothing
             try:
-                restored = self._operations.restore(tracked, source, new, mirrored)
+                restored = self._operations.restore(tracked, source, new, _mirrored(tracked))
                 self._operations.bind_again(tracked)
             except EngineDied:
                 if not self._dead.isdisjoint(new) or self._dead.isdisjoint(living):
@@ -295,6 +343,12 @@ class TrackedTeams:
         for tracked in self:
             tracked.end()
         self._teams.clear()
+
+
+def _mirrored(tracked: TrackedObjects) -> tuple[ObjectId, ...]:
+    """Return the ids of the mirrored objects of which each replica of a team has the whole."""
+    states = [state_of_handle(handle) for handle in tracked.handles() if isinstance(handle, Mirrored)]
+    return tuple(state.identity for state in states if not state.divided)
 
 
 def _loses(handle: DistributedValues, leaving: Collection[int]) -> bool:

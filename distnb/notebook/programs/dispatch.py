@@ -60,6 +60,11 @@ class Dispatch:
         self.latest = next(self._numbers)
         return self.latest
 
+    @property
+    def in_use(self) -> bool:
+        """True if a program is under way."""
+        return bool(self._pending)
+
     def post(
         self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True, unstoppable: bool = False
     ) -> Outcome:

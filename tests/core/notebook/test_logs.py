@@ -38,6 +38,8 @@ def _log(notebook: Notebook, process: str) -> str:
 def test_every_process_writes_a_file_that_only_the_user_can_read(notebook: Notebook) -> None:
     notebook.run("%%distribute mirrored\nx = 1")
     folder = _directory(notebook) / "log"
+    assert not (folder / "controller.log").exists()  # it starts when a client is wanted
+    notebook.run("cluster.client_file")
     wanted = {"notebook", "engine-0", "engine-1", "guardian", "controller"}
 
     def there() -> set[str]:
@@ -101,6 +103,7 @@ def test_a_replaced_engine_logs_at_the_current_level(notebook: Notebook) -> None
 
 def test_an_archive_holds_the_logs_and_no_secret(notebook: Notebook, tmp_path: Path) -> None:
     path = tmp_path / "report.zip"
+    notebook.run("cluster.client_file")
     said = notebook.run(f"%distnb logs --save {path}").stdout
     with zipfile.ZipFile(path) as archive:
         texts = {name: archive.read(name).decode() for name in archive.namelist()}
@@ -114,7 +117,6 @@ def test_an_archive_holds_the_logs_and_no_secret(notebook: Notebook, tmp_path: P
     directory = _directory(notebook)
     connection = json.loads((directory / "connection.json").read_text())
     secrets = [connection["client_secret"], notebook.value("cluster.engines.keys.server_secret")]
-    wait_until(lambda: (directory / "security" / "ipcontroller-client.json").exists(), 60.0, "no controller is there")
     for path in directory.glob("security/*.json"):
         secrets += [value for name, value in json.loads(path.read_text()).items() if "key" in name and value]
     assert len(set(secrets)) > 2

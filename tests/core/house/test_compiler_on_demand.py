@@ -1,0 +1,61 @@
+"""torch's compiler, which only its use loads, and not the first optimizer of a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+TRAIN = """
+import sys
+import torch
+from distnb.compat.torch_internals import load_compiler_on_demand
+load_compiler_on_demand()
+load_compiler_on_demand()
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.Adam(model.parameters())
+
+@torch.compiler.disable
+def excluded(x):
+    return x + torch.rand(())
+
+def train():
+    excluded(model(torch.ones(4, 2))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+def is_loaded():
+    return "torch._dynamo.convert_frame" in sys.modules
+
+train()
+assert not is_loaded()
+"""
+
+USES = {
+    "torch.compile": """
+counts = []
+def backend(graph, inputs):
+    counts.append([node.name for node in graph.graph.nodes if "rand" in node.name])
+    return graph.forward
+compiled = torch.compile(lambda x: excluded(x * 2) * 3, backend=backend)
+compiled(torch.ones(2))
+assert counts == [[], []], counts  # two graphs, around the function that is excluded
+""",
+    "a module of the compiler": """
+from torch._dynamo.utils import counters
+import torch._dynamo.config as config
+from torch._dynamo import convert_frame, utils
+assert convert_frame.counters is counters is utils.counters and utils.config is config
+assert utils.__spec__.origin == utils.__file__
+""",
+    "an attribute": "torch._dynamo.reset()",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_compiler_is_loaded_by_its_first_use_and_not_by_an_optimizer(use: str) -> None:
+    end = "\nassert is_loaded() and sys.modules['torch._dynamo'] is torch._dynamo\ntrain()"
+    run = subprocess.run([sys.executable, "-c", TRAIN + USES[use] + end], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
