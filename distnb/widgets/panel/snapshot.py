@@ -106,11 +106,13 @@ def _memory(sample: TelemetrySample | None) -> list[dict[str, Any]]:
 
 
 def _state(status: EngineStatus, row: ReplicaRow | None) -> dict[str, str]:
-    """Return the state in words, its kind ("idle", "running", "busy" or "error"), and the replica's current line."""
+    """Return the state in a word, its kind ("idle", "running", "busy" or "error"), and the replica's current line, or
+    the state in full.
+    """
     if status.state.startswith("busy"):
-        return {"state": status.state, "kind": "busy", "at": ""}
+        return {"state": "busy", "kind": "busy", "at": status.state}
     if status.state != "idle":
-        return {"state": status.state, "kind": "error", "at": ""}
+        return {"state": "died", "kind": "error", "at": status.state}
     if row is None or row.state in ("ended", "died"):  # the engine runs, so a dead process was replaced
         return {"state": "idle", "kind": "idle", "at": ""}
     kind = {"running": "running", "cleaning up": "busy", "failed": "error"}.get(row.state, "idle")

@@ -48,12 +48,10 @@ def test_states_of_engines_follow_replicas_and_processes() -> None:
     assert kinds(snapshot(idle, model, {}, 0.0)) == [("running", "running")] * 2
     model.feed(ProgramEnded(engine=1, program=1, status="error", summary="ValueError", where="cell 1, line 3"), 1.0)
     state = snapshot(session("busy with program 1, which was ended", "idle"), model, {}, 1.0)
-    assert kinds(state) == [("busy", "busy with program 1, which was ended"), ("error", "failed")]
-    assert state["engines"][1]["at"] == "cell 1, line 3"
-    assert kinds(snapshot(session("idle", "was killed by SIGKILL"), model, {}, 1.0))[1] == (
-        "error",
-        "was killed by SIGKILL",
-    )
+    assert kinds(state) == [("busy", "busy"), ("error", "failed")]
+    assert [engine["at"] for engine in state["engines"]] == ["busy with program 1, which was ended", "cell 1, line 3"]
+    died = snapshot(session("idle", "was killed by SIGKILL"), model, {}, 1.0)["engines"][1]
+    assert (died["kind"], died["state"], died["at"]) == ("error", "died", "was killed by SIGKILL")
     model.end(2.0, failed=True)
     assert mark_of(model) == {
         "title": "mirrored",
