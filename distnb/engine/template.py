@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import select
 import signal
@@ -26,6 +25,7 @@ from typing import Any
 
 from distnb.cluster.local.orphans import request_signal_at_parent_end
 from distnb.cluster.local.processes import describe_status
+from distnb.cluster.local.zygote import renew_random_values
 from distnb.cluster.process_environment import AGENT_VARIABLE, DEVICE_VARIABLE, ENGINE_VARIABLE, PRELOAD_VARIABLE
 from distnb.errors import StartError
 from distnb.topology import parse_device
@@ -130,12 +130,4 @@ def _become_engine(order: Mapping[str, Any], notebook: socket.socket, begin: int
     if not fit:
         os.execv(sys.executable, sys.orig_argv)
     gc.enable()
-    _renew_random_values()
-
-
-def _renew_random_values() -> None:
-    """Renew the random values that imports have chosen. Python's `random` reseeds itself after a fork."""
-    multiprocessing.current_process().authkey = os.urandom(32)
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()
+    renew_random_values()

@@ -12,6 +12,7 @@ children. It watches and reaps them like any other child:
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import signal
@@ -22,16 +23,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
+from typing import IO
 
 from distnb.cluster import tpu_chips
 from distnb.cluster.local.guardian import end_descriptor
 from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher, PlacedEngine
 from distnb.cluster.local.loopback import require_loopback
 from distnb.cluster.local.orphans import adopting_orphans
-from distnb.cluster.local.processes import Processes
+from distnb.cluster.local.processes import Ended, Processes
+from distnb.cluster.local.zygote import ENGINES, zygote_of_this_process
 from distnb.cluster.process_environment import DEVICE_VARIABLE, ENGINE_VARIABLE, PYTHON_MODULE, engines_environment
 
 __all__ = ["ThisMachine"]
+
+_logger = logging.getLogger("distnb.cluster")
 
 _TEMPLATE_END_MS = 5000
 _REPORT_NBYTES = 64
@@ -95,15 +100,9 @@ class ThisMachine(Launcher):
 
         # The template's output goes to the log of the first engine.
         with there, open(orders[0].log, "ab") as log:
+            environment = {**os.environ, **shared, **self._network}
             try:
-                template = processes.start(
-                    [*PYTHON_MODULE, "distnb.engine"],
-                    template_ended,
-                    env={**os.environ, **shared, **self._network},
-                    stdin=there,
-                    stdout=log,
-                    stderr=log,
-                ).pid
+                template = _start_template(processes, template_ended, environment, there, log)
             except BaseException:
                 here.close()
                 raise
@@ -121,6 +120,24 @@ class ThisMachine(Launcher):
                 processes.signal([template], signal.SIGKILL)
 
         threading.Thread(target=adopt, name="distnb-forking", daemon=True).start()
+
+
+def _start_template(
+    processes: Processes, ended: Ended, environment: Mapping[str, str], notebook: socket.socket, log: IO[bytes]
+) -> int:
+    """Start the template, with a socket to this process as its standard input. Return its pid."""
+    zygote = zygote_of_this_process()
+    if zygote is not None:
+        try:
+            streams = (notebook.fileno(), log.fileno(), log.fileno())
+            template = zygote.fork(ENGINES, (), environment, streams, options=PYTHON_MODULE[1:-1])
+        except OSError:
+            _logger.warning("no template can be forked", exc_info=True)
+        else:
+            processes.adopt(template, ended)
+            return template
+    command = [*PYTHON_MODULE, ENGINES]
+    return processes.start(command, ended, env=environment, stdin=notebook, stdout=log, stderr=log).pid
 
 
 def _adopt(

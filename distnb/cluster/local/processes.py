@@ -18,7 +18,7 @@ from distnb.cluster.local.orphans import end_group, is_ending
 from distnb.cluster.local.run_directory import RunDirectory
 from distnb.errors import ClusterError
 
-__all__ = ["Processes", "describe_status"]
+__all__ = ["Ended", "Processes", "describe_status"]
 
 _logger = logging.getLogger("distnb.cluster")
 

@@ -57,6 +57,12 @@ _variables_now = _variables_at_first  # at the latest comparison, and their chan
 _changed_now: dict[str, str | None] = {}
 
 
+def process_began() -> None:
+    """Note the environment variables as those with which this process began: a process that was forked got its own."""
+    global _variables_at_first, _variables_now
+    _variables_at_first = _variables_now = dict(_variables)
+
+
 def _changed_variables() -> dict[str, str | None]:
     """Return the environment variables that were set, changed or deleted (None) since this process began.
 
