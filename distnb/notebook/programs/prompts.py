@@ -21,8 +21,8 @@ _ELSEWHERE = (
     "user. Run the program in a cell."
 )
 _CANNOT = (
-    "the user cannot be asked here ({error}): nbconvert, nbclient, papermill and the like run notebooks without a "
-    "user. Take the question out of the cell, or run the cell in JupyterLab, Notebook or IPython."
+    "the user cannot be asked here ({error}): nbconvert, nbclient and papermill run notebooks without a user, and "
+    "jupyter-server-documents shows no prompts. Take the question out of the cell, or run it in a plain JupyterLab."
 )
 
 
