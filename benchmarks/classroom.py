@@ -5,8 +5,10 @@
 Each notebook is a kernel of its own, in which the cells of `notebooks/quickstart.ipynb` run, in all at the same time,
 but the last, which ends the engines. Then the memory of all processes is added up as the kernel's "proportional set
 size": memory that several processes share counts in equal parts. `--kernel distnb` is the kernel that `distnb kernel`
-installs, and `python3` the usual one. There is no peer, so these figures are no ratios. The target of the project: 30
-notebooks in 6 GB.
+installs, and `python3` the usual one. There is no peer, so these figures are no ratios.
+
+The target of the project is 30 notebooks in 6 GB. With torch 2.13, on two cores with other programs, 30 of them took
+9.3 GB with one epoch: the kernels 4.2, the engines 4.8, other processes 0.3.
 """
 
 from __future__ import annotations
