@@ -174,7 +174,7 @@ def _raw(rank: int, size: int) -> None:
     dist.reduce_scatter(part, [torch.ones(2) * r for r in range(size)])
     assert part[0] == size * rank
     numbers = torch.arange(2.0 * size) + 10 * rank
-    work = dist.reduce_scatter_single(part, numbers, op=dist.ReduceOp.MAX, async_op=True)
+    work = _reduce_scatter(part, numbers, op=dist.ReduceOp.MAX, async_op=True)
     work.get_future().wait()
     assert part.tolist() == [2.0 * rank + 10 * (size - 1), 2.0 * rank + 1 + 10 * (size - 1)]
     work.wait()
@@ -186,12 +186,12 @@ def _raw(rank: int, size: int) -> None:
     both = torch.zeros(1), torch.zeros(2, 1)
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
         for each in both:
-            dist.reduce_scatter_single(each, torch.full((size * len(each), *each.shape[1:]), rank + 1.0))
+            _reduce_scatter(each, torch.full((size * len(each), *each.shape[1:]), rank + 1.0))
     manager.wait()
     assert {value for each in both for value in each.flatten().tolist()} == {size * (size + 1) / 2}
     for wrong in (torch.ones(2 * size + 1), torch.ones(4 * size), torch.ones(2 * size, dtype=torch.float64)):
         with contextlib.suppress(ValueError):
-            dist.reduce_scatter_single(part, wrong)
+            _reduce_scatter(part, wrong)
             raise AssertionError(f"{wrong.shape}, {wrong.dtype} were taken")
     out = torch.zeros(size)
     dist.all_to_all_single(out, torch.full((size,), float(rank)))
