@@ -93,6 +93,7 @@ __all__ = [
     "shape_and_offset_of_shard",
     "shapes_of_outputs",
     "sparse_parts",
+    "sparse_tensor",
     "step_hooks",
     "surround_step",
     "typed_storage",
@@ -259,6 +260,17 @@ def _is_cut_in_order(placement: Any) -> bool:
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return indices and values of a sparse COO tensor, coalesced or not."""
     return tensor._indices(), tensor._values()
+
+
+def sparse_tensor(
+    indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], *, is_coalesced: bool | None = None
+) -> torch.Tensor:
+    """Return a sparse COO tensor without a check of its indices.
+
+    Before torch 2.13 the argument `check_invariants=False` does not prevent the warning that they are not checked.
+    """
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced)
 
 
 def default_device() -> torch.device | None:

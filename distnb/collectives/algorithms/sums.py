@@ -10,6 +10,7 @@ import torch
 
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.flat_packs import Pack, Slot
+from distnb.compat import torch_internals
 from distnb.options import ReduceOp
 
 if TYPE_CHECKING:
@@ -137,5 +138,5 @@ def sum_sparse(group: Group, tensor: torch.Tensor) -> torch.Tensor:
         group.note_pack([local], f"sparse {local.sparse_dim()}")
         indices = torch.cat(group.all_gather_uneven(local.indices().t().contiguous()))
         values = torch.cat(group.all_gather_uneven(local.values()))
-        total = torch.sparse_coo_tensor(indices.t(), values, local.shape, check_invariants=False)
+        total = torch_internals.sparse_tensor(indices.t(), values, local.shape)
         return total.coalesce()

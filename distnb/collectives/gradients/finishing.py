@@ -66,7 +66,7 @@ def _contributions(
             if slot.sparse:
                 rows = torch.zeros((1, 0), dtype=torch.int64, device=slot.device)
                 values = torch.zeros((0, *slot.shape[1:]), dtype=slot.dtype, device=slot.device)
-                gradient = torch.sparse_coo_tensor(rows, values, slot.shape, check_invariants=False)
+                gradient = torch_internals.sparse_tensor(rows, values, slot.shape)
             else:
                 gradient = torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device)
         found[member] = gradient

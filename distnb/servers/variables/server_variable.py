@@ -182,12 +182,11 @@ class ServerVariable(Variable):
             def add_rows(leaf: torch.Tensor) -> None:
                 assert leaf.grad is not None
                 self._add_gradient(
-                    torch.sparse_coo_tensor(
+                    torch_internals.sparse_tensor(
                         unique.to(leaf.grad.device)[None],
                         leaf.grad,
                         self.shape,
                         is_coalesced=True,  # each row occurs once, in order
-                        check_invariants=False,
                     )
                 )
 

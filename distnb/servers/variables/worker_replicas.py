@@ -12,6 +12,7 @@ from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.sums import sum_sparse
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.gradients.gradient_sync import GradientSync
+from distnb.compat import torch_internals
 from distnb.runtime import contexts
 from distnb.runtime.reduction.gathering import broadcast_bytes
 from distnb.runtime.replica import Spmd
@@ -242,4 +243,4 @@ class _GradientsElsewhere:
         device = self._replicas.access.device
         rows = torch.zeros((1, 0), dtype=torch.int64, device=device)
         values = torch.zeros((0, *variable.shape[1:]), dtype=variable.dtype, device=device)
-        return torch.sparse_coo_tensor(rows, values, variable.shape, check_invariants=False)
+        return torch_internals.sparse_tensor(rows, values, variable.shape)

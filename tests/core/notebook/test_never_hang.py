@@ -820,7 +820,7 @@ strategy.run(step)
     )
     text = re.sub(r"\s+", " ", "".join(ran.traceback))
     assert "replica 1 has returned from the function of strategy.run at " in text, text
-    assert re.search(r"replica \d called \S*all_reduce\S*\(.*?\) at [^;]*, line 5", text), text
+    assert re.search(r"replica \d called distnb's all_reduce\S*\(.*?\) at [^;]*, line 5", text), text
 
 
 def test_an_unreadable_message_is_an_error(notebook: Notebook) -> None:

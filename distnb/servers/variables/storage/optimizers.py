@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distnb.compat import torch_internals
 from distnb.errors import OptionError, StaleHandleError, StructureError
 from distnb.servers.server_messages import Gradient, RowsGradient, Shard
 from distnb.servers.variables.copies import same_value
@@ -168,9 +169,7 @@ def _fitting(shard: Shard, parameter: torch.nn.Parameter, gradient: Gradient) ->
         # Gradients of the same row are summed before the step, as in a dense gradient. Workers send each row once and
         # in order, so the tensor is usually coalesced already.
         summed = bool((rows[1:] > rows[:-1]).all())
-        found = torch.sparse_coo_tensor(
-            rows[None], values, parameter.shape, is_coalesced=summed, check_invariants=False
-        )
+        found = torch_internals.sparse_tensor(rows[None], values, parameter.shape, is_coalesced=summed)
         return found.coalesce()
     return torch.zeros_like(parameter).index_add_(0, rows, values)
 
