@@ -62,9 +62,7 @@ def open_tensor(memory: MemoryBlock, dtype: Any, shape: Any, stride: Any, offset
 
     whole = memory.tensor()
     storage, begin = whole.untyped_storage(), whole.storage_offset() // dtype.itemsize + offset
-    tensor = torch.empty(0, dtype=dtype, device="cpu")
-    with torch.no_grad():
-        tensor.set_(storage, begin, shape, stride)
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, begin, shape, stride)
     if not memory.nbytes:
         storage.resize_(0)  # the storage is empty, whatever the tensor's shape
     return tensor if kind is torch.Tensor else kind(tensor, requires_grad=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import ctypes
 import functools
 import io
 import pickle
@@ -29,7 +28,15 @@ from distnb.objects import constructors, keras_archives
 from distnb.objects.code import definitions
 from distnb.objects.code.hidden_functions import functions_within, hides_parts
 from distnb.objects.constructors import ByOpener
-from distnb.objects.memory.blocks import MemoryBlock, bytes_of, dense_tensor, is_stored
+from distnb.objects.memory.blocks import (
+    BYTES_AT,
+    PLAIN_DTYPES,
+    MemoryBlock,
+    bytes_of,
+    dense_tensor,
+    is_stored,
+    plain_memory,
+)
 from distnb.objects.memory.mapped_files import file_of, window_of
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, label_of, refusal
 from distnb.objects.plain import is_importable
@@ -40,6 +47,8 @@ __all__ = ["INLINE_NBYTES", "Digester", "Digests", "References", "Side", "conten
 
 INLINE_NBYTES = 1024
 """The size in bytes below which a separate buffer costs more than it saves."""
+
+_LARGE_NBYTES = 64 << 10
 
 
 class References(Protocol):
@@ -94,6 +103,8 @@ class Digests:
         unordered: The names of values with a set whose items each process has in an order of its own.
         refused: Placeholders for values that cannot be packed at all, by name.
         classes: Classes in the values that are sent by value, each under a name of its own.
+        large: The digests of large memory by (address, size in bytes), for packing, with the object that keeps the
+            memory alive, since another object's would get its address.
     """
 
     by_name: dict[str, bytes] = field(default_factory=dict)
@@ -105,6 +116,7 @@ class Digests:
     unordered: set[str] = field(default_factory=set)
     refused: dict[str, Placeholder] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
+    large: dict[tuple[int, int], tuple[bytes, Any]] = field(default_factory=dict)
 
     def add_function(self, function: types.FunctionType) -> None:
         """Add the names that a function of the namespace reads."""
@@ -216,35 +228,32 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         data = array if array.flags.c_contiguous else array.copy(order="C")
         kind = array.dtype.str if array.dtype.names is None else array.dtype.descr
         # The view as bytes is needed because arrays of some dtypes (dates) have no buffers.
-        small = data.nbytes < INLINE_NBYTES
-        return content, (
-            kind,
-            array.shape,
-            data.tobytes() if small else pickle.PickleBuffer(data.reshape(-1).view("u1")),
-        )
+        if data is array and data.nbytes >= _LARGE_NBYTES:
+            self.digested.nbytes += data.nbytes
+            shown: Any = self._digest_at(data.__array_interface__["data"][0], data.nbytes, data)
+        elif data.nbytes < INLINE_NBYTES:
+            shown = data.tobytes()
+        else:
+            shown = pickle.PickleBuffer(data.reshape(-1).view("u1"))
+        return content, (kind, array.shape, shown)
+
+    def _digest_at(self, address: int, nbytes: int, owner: Any) -> bytes:
+        digest = xxhash.xxh3_128_digest(BYTES_AT[nbytes](address))
+        if nbytes >= _LARGE_NBYTES:
+            self.seen.large[address, nbytes] = digest, owner
+        return digest
 
     def tensor(self, tensor: Any) -> Any:
         """Reduce a tensor by its content, its gradient and its attributes."""
-        # A shortcut for plain tensors, because data sets have thousands of small ones. Tensors without memory of their
-        # own have no address.
-        kind = _PLAIN_DTYPES[tensor.dtype]
-        if kind is None or not tensor.is_cpu or tensor.requires_grad or tensor.is_nested or tensor.is_neg():
+        plain = plain_memory(tensor)
+        if plain is None:
             return self._any_tensor(tensor)
-        try:
-            address, nbytes = tensor.data_ptr(), tensor.nbytes
-        except (RuntimeError, NotImplementedError):
-            return self._any_tensor(tensor)
-        begin = tensor.storage_offset() and tensor.storage_offset() * tensor.element_size()
-        if not address or not tensor.is_contiguous() or begin + nbytes > tensor.untyped_storage().nbytes():
-            return self._any_tensor(tensor)
+        address, nbytes = plain
         if nbytes < INLINE_NBYTES:
-            shown = _BYTES_AT[nbytes](address).raw
+            shown = BYTES_AT[nbytes](address).raw
         else:
-            shown = xxhash.xxh3_128_digest((ctypes.c_ubyte * nbytes).from_address(address))
-        gradient, attributes = tensor.grad, tensor.__dict__
-        if gradient is not None or attributes:
-            return content, (kind, (*tensor.shape,), shown, gradient, attributes)
-        return content, (kind, (*tensor.shape,), shown)
+            shown = self._digest_at(address, nbytes, tensor)
+        return content, (PLAIN_DTYPES[tensor.dtype], (*tensor.shape,), shown)
 
     def _any_tensor(self, tensor: Any) -> Any:
         """Reduce a tensor of any kind."""
@@ -541,29 +550,6 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
 
         return lambda pickler, obj: (get_ipython, ())  # every process has one
     return lambda pickler, obj: pickler.instance(obj)
-
-
-class _PlainDtypes(dict[Any, str | None]):
-    """Short names of torch's dtypes, filled on demand; None for dtypes whose tensors may have no plain memory."""
-
-    def __missing__(self, dtype: Any) -> str | None:
-        name = str(dtype).removeprefix("torch.")
-        found = self[dtype] = None if dtype.is_complex or name.startswith(("q", "Q")) else name
-        return found
-
-
-_PLAIN_DTYPES = _PlainDtypes()
-
-
-class _BytesAt(dict[int, Callable[[int], Any]]):
-    """Functions that return the object for so many bytes at an address. `ctypes.string_at` takes four times as long."""
-
-    def __missing__(self, nbytes: int) -> Callable[[int], Any]:
-        found = self[nbytes] = (ctypes.c_char * nbytes).from_address
-        return found
-
-
-_BYTES_AT = _BytesAt()
 
 
 def _ended() -> weakref.ref[Any]:

@@ -24,6 +24,8 @@ from distnb.objects.memory.blocks import (
     bytes_of,
     dense_tensor,
     is_stored,
+    plain_memory,
+    stored_window,
     tensor_window,
 )
 from distnb.objects.memory.mapped_files import file_of, identity_of, open_mapped_file, open_mapped_view, window_of
@@ -121,7 +123,8 @@ class Packer(Digester):
 
     Args:
         known: Returns the number of an object that the other side has with the same content, or None.
-        number_of: Returns the number of an object that the other side has, perhaps with other content, or None.
+        number_of: Returns the number of an object that the other side has, perhaps with other content, or None. No
+            function: the other side keeps no numbers.
         memories: The known blocks of memory.
 
     Attributes:
@@ -133,7 +136,7 @@ class Packer(Digester):
         self,
         side: Side,
         known: Callable[[Any], int | None] | None,
-        number_of: Callable[[Any], int | None],
+        number_of: Callable[[Any], int | None] | None,
         memories: MemoryBlocks,
     ) -> None:
         self.buffers: list[Any] = []
@@ -177,6 +180,13 @@ class Packer(Digester):
         return constructors.open_array, shown
 
     def tensor(self, tensor: Any) -> Any:
+        plain = plain_memory(tensor)
+        if plain is not None:
+            memory, offset = stored_window(tensor, *plain, self._memories)
+            first, misplaced = divmod(offset, tensor.element_size())
+            if not misplaced:
+                window = (memory, tensor.dtype, (*tensor.shape,), tensor.stride(), first)
+                return constructors.open_tensor, (*window, type(tensor))
         if tensor.grad_fn is not None or (tensor.requires_grad and not tensor.is_leaf):
             if not self.side.copying:
                 return self.graph(tensor)
@@ -248,9 +258,13 @@ class Packer(Digester):
     def memory(self, memory: MemoryBlock) -> Any:
         """Reduce a block of memory to its bytes, unless the other side has them."""
         data, resizable = memory.buffer(), memory.is_resizable
-        number = self._number_of(memory)
-        digest = xxhash.xxh3_128_digest(data) if memory.nbytes else b""
         shown = pickle.PickleBuffer(data) if memory.nbytes else b""
+        if self._number_of is None:
+            return constructors.open_memory, (shown, resizable)
+        number = self._number_of(memory)
+        digest, _ = self.seen.large.get((memory.start, memory.nbytes), (b"", None))
+        if not digest and memory.nbytes:
+            digest = xxhash.xxh3_128_digest(data)
         known, memory.digest = memory.digest, digest
         if number is None:
             return constructors.open_memory, (shown, resizable)

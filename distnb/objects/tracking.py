@@ -184,6 +184,7 @@ class Tracker:
 
         while True:
             packer = Packer(self.side, known if sources else None, self.number_of, self._memories)
+            packer.seen.large = digests.large
             roots = [[digests.refused.get(name, values[name])] for name in names]
             name, ends = "", [0]
             try:
@@ -260,7 +261,7 @@ class Tracker:
         """
         values = dict(values)
         while True:
-            packer, name = Packer(self.side, None, lambda obj: None, MemoryBlocks()), ""
+            packer, name = Packer(self.side, None, None, MemoryBlocks()), ""
             try:
                 for name, value in values.items():
                     packer.label, packer.root = (label_of(name), value) if apart else ("", None)

@@ -112,6 +112,7 @@ class Describer:
             self.digests.by_name |= digests.by_name
             self.digests.unordered |= digests.unordered
             self.digests.classes |= digests.classes
+            self.digests.large |= digests.large
             kept = DescribedObject(
                 identity=identity,
                 digest=digests.by_name[path],

@@ -319,6 +319,7 @@ class EngineNamespace:
             return changed, None
         digests.by_name.update(describer.digests.by_name)
         digests.unordered.update(describer.digests.unordered)
+        digests.large.update(describer.digests.large)
         for name, cls in describer.digests.classes.items():
             if name not in values:
                 values[name] = cls

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 __all__ = [
+    "BYTES_AT",
+    "PLAIN_DTYPES",
     "MemoryBlock",
     "MemoryBlocks",
     "array_window",
@@ -21,6 +25,8 @@ __all__ = [
     "bytes_of",
     "dense_tensor",
     "is_stored",
+    "plain_memory",
+    "stored_window",
     "tensor_window",
 ]
 
@@ -28,6 +34,7 @@ _SMALL_NBYTES = 1 << 20
 _COPIED_NBYTES = 64 << 20
 _LARGER_BY_FAR = 4
 _FEW = 100
+_MOST_SIZES = 1000
 
 
 class MemoryBlock:
@@ -132,7 +139,7 @@ class MemoryBlock:
             owner = torch.frombuffer(view, dtype=torch.uint8)
         else:
             owner = torch.empty(view.nbytes, dtype=torch.uint8, device="cpu")
-            memoryview(bytes_of(owner)).cast("B")[:] = view.cast("B")
+            BYTES_AT[view.nbytes](owner.data_ptr()).raw = view
         return MemoryBlock(owner, owner.data_ptr(), view.nbytes, owner.untyped_storage())
 
 
@@ -147,10 +154,28 @@ def _bytes_on(storage: Any) -> Any:
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
-def _identity(storage: Any) -> int:
+@functools.cache
+def _identity_of_storage() -> Callable[[Any], int]:
     from distnb.compat.torch_internals import identity_of_storage
 
-    return identity_of_storage(storage)
+    return identity_of_storage
+
+
+def _identity(storage: Any) -> int:
+    return _identity_of_storage()(storage)
+
+
+class _BytesAt(dict[int, Callable[[int], Any]]):
+    """Functions that return the object for so many bytes at an address. ctypes takes a microsecond to make one."""
+
+    def __missing__(self, nbytes: int) -> Callable[[int], Any]:
+        found = (ctypes.c_char * nbytes).from_address
+        if len(self) < _MOST_SIZES:
+            self[nbytes] = found
+        return found
+
+
+BYTES_AT = _BytesAt()
 
 
 def buffer_at(address: int, nbytes: int, owner: Any) -> Any:
@@ -160,8 +185,8 @@ def buffer_at(address: int, nbytes: int, owner: Any) -> Any:
     receiver copies a read-only buffer. A memoryview will not do, because Python's garbage collector crashes on a
     memoryview of another one that is garbage.
     """
-    mapped = (ctypes.c_ubyte * nbytes).from_address(address)
-    mapped.owner = owner  # type: ignore[attr-defined]
+    mapped: Any = BYTES_AT[nbytes](address)
+    mapped.owner = owner
     return mapped
 
 
@@ -228,6 +253,36 @@ def dense_tensor(tensor: Any) -> bool:
         and not has_no_memory(tensor)
         and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # not a fake or distributed tensor
     )
+
+
+class _PlainDtypes(dict[Any, str | None]):
+    """Short names of torch's dtypes, filled on demand; None for dtypes whose tensors may have no plain memory."""
+
+    def __missing__(self, dtype: Any) -> str | None:
+        name = str(dtype).removeprefix("torch.")
+        found = self[dtype] = None if dtype.is_complex or name.startswith(("q", "Q")) else name
+        return found
+
+
+PLAIN_DTYPES = _PlainDtypes()
+
+
+def plain_memory(tensor: Any) -> tuple[int, int] | None:
+    """Return the address and the size in bytes of a plain tensor, or None for a tensor that needs a closer look.
+
+    A plain tensor is contiguous in the host's memory, requires no gradients, and has no attributes. This is a shortcut,
+    because data sets have thousands of them.
+    """
+    if PLAIN_DTYPES[tensor.dtype] is None or not tensor.is_cpu or tensor.requires_grad or tensor.is_nested:
+        return None
+    try:
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+    except (RuntimeError, NotImplementedError):  # it has no memory of its own
+        return None
+    if not address or tensor.is_neg() or not tensor.is_contiguous() or tensor.grad is not None or tensor.__dict__:
+        return None
+    begin = tensor.storage_offset() and tensor.storage_offset() * tensor.element_size()
+    return (address, nbytes) if begin + nbytes <= tensor.untyped_storage().nbytes() else None
 
 
 def is_stored(tensor: Any) -> bool:
@@ -300,6 +355,11 @@ def tensor_window(tensor: Any, memories: MemoryBlocks) -> tuple[MemoryBlock, int
     first, extent = tensor.data_ptr(), _extent(tensor)
     if not extent:
         return MemoryBlock(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0), 0
+    return stored_window(tensor, first, extent, memories)
+
+
+def stored_window(tensor: Any, first: int, extent: int, memories: MemoryBlocks) -> tuple[MemoryBlock, int]:
+    """Return the same for a tensor whose address, and whose size from the first element to the last, is known."""
     storage = tensor.untyped_storage()
     known = memories.of_storage(storage)
     if known is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import benchmarks
+from benchmarks.guard import TARGETS
 from benchmarks.harness import Comparison, Target, compare, report
 
 
@@ -45,3 +49,10 @@ def test_a_missed_target_is_reported(target: Target, verdict: str, capsys: pytes
     comparison = Comparison({"a": (2.0, 2.0), "b": (1.0, 1.0)})
     assert report("title", comparison, baseline="b", targets=[target]) is (verdict in ("met", "absent"))
     assert f"{verdict}: {target}" in capsys.readouterr().out
+
+
+def test_the_guard_runs_every_benchmark() -> None:
+    folder = Path(benchmarks.__file__).parent
+    with_main = [path for path in folder.rglob("*.py") if "def main() -> int" in path.read_text(encoding="utf-8")]
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in with_main}
+    assert names - {"gpu", "guard"} == set(TARGETS)
