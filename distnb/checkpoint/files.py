@@ -23,7 +23,6 @@ import secrets
 import shutil
 import stat
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,6 @@ _UNFINISHED, _REMOVED, _NOTE = ".unfinished-", ".removed-", ".note"
 _SLICES, _BEGINNING = "DCP_SHARDING_INFO", "saved_offsets"
 
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
-_READERS = min(4, os.cpu_count() or 1)  # more threads do not read faster
 
 Held = dict[str, tuple[torch.Tensor, list[int]]]
 """The tensors of one file by name, each with its place in the whole."""
@@ -321,23 +319,19 @@ def _open(path: Path, share: int, shares: int) -> tuple[Any, dict[str, StoredTen
     holds = check(path)
     parts: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
     total = sum(facts["nbytes"] for facts in holds["files"].values())
-    before, checked = 0, []
+    before = 0
     for name, facts in holds["files"].items():
         if _digest_of_header(path / name) != facts["header"]:
             raise CheckpointError(f"{path} is damaged: the header of {name} has changed since it was written.")
         tensors, metadata = map_tensors(path / name)
         beginnings = json.loads(metadata[_SLICES])
         for key, tensor in tensors.items():
-            if before * shares // total == share:
-                checked.append((name, key, tensor))
-            parts.setdefault(key, []).append((beginnings[key][_BEGINNING], tensor))
-            before += tensor.nbytes
-    with ThreadPoolExecutor(_READERS) as threads:  # one reads from memory, or the disk, at a fraction of the speed
-        for (name, key, _), digest in zip(checked, threads.map(lambda each: _digest(each[2]), checked), strict=True):
-            if digest != holds["files"][name]["tensors"][key][2]:
+            if before * shares // total == share and _digest(tensor) != facts["tensors"][key][2]:
                 raise CheckpointError(
                     f"{path} is damaged: the bytes of {key!r} in {name} have changed since they were written."
                 )
+            parts.setdefault(key, []).append((beginnings[key][_BEGINNING], tensor))
+            before += tensor.nbytes
     return holds["tree"], {key: StoredTensor(key, several) for key, several in parts.items()}
 
 
