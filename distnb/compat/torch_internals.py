@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -323,8 +323,10 @@ def load_compiler_on_demand() -> None:
         import torch._dynamo.config            → proxy.__path__             → loads torch._dynamo
     """
     if _COMPILER not in sys.modules:
+        proxy = _CompilerProxy(_COMPILER)
+        proxy.__spec__ = importlib.util.find_spec(_COMPILER)
         sys.meta_path.insert(0, _CompilerFinder())
-        sys.modules[_COMPILER] = torch._dynamo = _CompilerProxy(_COMPILER)
+        sys.modules[_COMPILER] = torch._dynamo = proxy
 
 
 class _CompilerProxy(ModuleType):
@@ -383,13 +385,14 @@ class _CompilerFinder(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the loaded module."""
         module = sys.modules[spec.name]
-        spec.loader_state = module.__spec__
+        spec.loader_state = getattr(module, "__spec__", None)  # torch's modules of settings have none
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Keep the module as it is."""
-        assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and spec.loader is self:
+            module.__spec__ = spec.loader_state
 
 
 # -- modules and optimizers --------------------------------------------------------------------------------------------

@@ -50,6 +50,18 @@ from torch._dynamo import convert_frame, utils
 assert convert_frame.counters is counters is utils.counters and utils.config is config
 assert utils.__spec__.origin == utils.__file__
 """,
+    "its settings": """
+import torch._dynamo.config
+assert torch._dynamo.config is sys.modules["torch._dynamo.config"]
+torch._dynamo.config.suppress_errors = True
+from torch._dynamo import config
+assert config.suppress_errors
+""",
+    "its place": """
+import importlib.util
+assert importlib.util.find_spec("torch._dynamo").origin.endswith("__init__.py") and not is_loaded()
+assert importlib.util.find_spec("torch._dynamo.config").name == "torch._dynamo.config"
+""",
     "an attribute": "torch._dynamo.reset()",
 }
 
