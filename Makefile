@@ -38,6 +38,8 @@ TENSORFLOW := tensorflow-cpu==2.21.0
 FRONT_ENDS := jupyterlab==4.7.0a2 notebook==7.7.0a2
 RAY_TRAIN := pyarrow==26.0.1 tensorboardX==2.6.5
 COLAB := $(VENV)/colab
+COLAB_PYTHON ?= $(BIN)/python
+COLAB_TORCH ?= $(if $(TORCH_INDEX),torch==2.11.*,$(TORCH))
 WORKERS ?= 3
 INSTALL := $(PIP) install -qq -c constraints.txt
 
@@ -134,15 +136,16 @@ colab: $(VENV)/.made-test $(VENV)/.made-colab
 	$(BIN)/python -m pytest -m soak tests/notebooks/test_colab.py $(ARGS)
 
 # Colab's versions, in a separate environment; of other packages, the lowest versions that pyproject.toml allows. Without
-# TORCH_INDEX it has our torch, since the lowest one would come with gigabytes of CUDA. Installing distnb into Colab's
-# versions fails if it would change one of them.
+# TORCH_INDEX it has our torch, since Colab's own comes with gigabytes of CUDA: for that and its Python,
+# `make colab COLAB_PYTHON=python3.13 COLAB_TORCH=torch==2.11.0`. Installing distnb into Colab's versions fails if it
+# would change one of them.
 $(VENV)/.made-colab: $(VENV)/.made-test pyproject.toml constraints-colab.txt
 	@echo "Installing Colab's versions into $(COLAB) …"
-	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(COLAB)
-	@$(PIP) --python $(COLAB)/bin/python install -qq $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) "torch==2.11.*","$(TORCH)")
+	@$(BIN)/uv venv -q --clear --python $(COLAB_PYTHON) $(COLAB)
+	@$(PIP) --python $(COLAB)/bin/python install -qq $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(COLAB_TORCH)"
 	@$(BIN)/uv pip install -q --python $(COLAB)/bin/python -r constraints-colab.txt
 	@$(BIN)/uv pip install -q --python $(COLAB)/bin/python --resolution lowest-direct -c constraints-colab.txt \
-		-e ".[demo,keras]"
+		--only-binary :all: --no-binary distnb -e ".[demo,keras]"
 	@$(BIN)/uv pip install -q --python $(COLAB)/bin/python -c constraints.txt pytest pytest-timeout
 	@touch $@
 
