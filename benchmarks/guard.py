@@ -45,12 +45,14 @@ _BENCHMARKS = {
             "blocking": [
                 Target("distnb strategy.run", "ipyparallel apply_sync", at_most=0.1),
                 Target("distnb strategy.run", "bare ZMQ", at_most=2.2),
-                Target("distnb strategy.run", "Ray actors", at_most=0.3),
+                Target("distnb strategy.run", "Ray actors", at_most=0.3, known=0.45),
             ],
-            "pipelined": [Target("distnb strategy.run", "Ray actors", at_most=0.4)],
+            "pipelined": [Target("distnb strategy.run", "Ray actors", at_most=0.4, known=0.6)],
         },
     ),
-    "ordinary_loop": _Benchmark("--rounds 3", {"step": [Target("ordinary cell", "%%distribute cell", at_most=1.3)]}),
+    "ordinary_loop": _Benchmark(
+        "--rounds 3", {"step": [Target("ordinary cell", "%%distribute cell", at_most=1.3, known=1.75)]}
+    ),
     "empty_cell": _Benchmark(
         "--rounds 5", {"cell": [Target("%%distribute mirrored", "%%px --block", at_most=0.35, known=0.55)]}
     ),
@@ -116,9 +118,9 @@ _BENCHMARKS = {
         "--rounds 3 --epochs 3",
         {
             "epoch": [
-                Target("distnb", "loop with DDP", at_most=1.05),
+                Target("distnb", "loop with DDP", at_most=1.05, known=1.7),
                 Target("distnb, one replica", "Keras alone", at_most=1.03),
-                Target("distnb", "Keras's DataParallel", at_most=0.5),
+                Target("distnb", "Keras's DataParallel", at_most=0.5, known=0.75),
                 Target("distnb", "TensorFlow's MirroredStrategy", at_most=1.0),
             ],
         },
@@ -161,7 +163,7 @@ _BENCHMARKS = {
         "--rounds 2",
         {"time": [Target("connect", "a second", at_most=1.0), Target("connect", "start", at_most=1.0)]},
     ),
-    "resize": _Benchmark("--rounds 1", {"time": [Target("resize", "start and copy", at_most=1.0)]}),
+    "resize": _Benchmark("--rounds 1", {"time": [Target("resize", "start and copy", at_most=1.0, known=1.15)]}),
     "ray_start": _Benchmark("--rounds 1", {"time": [Target("distnb", "Ray Train", at_most=1.0)]}),
     "scale": _Benchmark(
         "--replicas 4,64 --rounds 3 --seconds 2",

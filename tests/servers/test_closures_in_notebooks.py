@@ -160,11 +160,10 @@ part = distnb.coordinator.ClusterCoordinator(distnb.ParameterServerStrategy()).s
 
 def test_the_stop_button_ends_closures(notebook: Notebook) -> None:
     notebook.run("values = [coordinator.schedule(time.sleep, args=(60,)) for _ in range(8)]")
-    cell = notebook.start("print('waits', flush=True)\ncoordinator.join()")
-    notebook.wait_for_output(cell, "waits")
+    cell = notebook.start("coordinator.join()")
+    processes.wait_until(lambda: "Waiter.wait" in processes.stacks([notebook.pid]), 60)
     notebook.interrupt()
     assert notebook.finish(cell).error_name == "KeyboardInterrupt"
-    notebook.run("coordinator.join()")  # the stop may have come before the cell joined
     assert notebook.value("[value.state for value in values]") == ["cancelled"] * 8
     assert notebook.value("coordinator.schedule(abs, args=(-3,)).fetch()") == 3
 

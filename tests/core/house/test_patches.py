@@ -27,7 +27,7 @@ ELSEWHERE = {
     "engine/app.py": "sys.stdout, sys.stderr and sys.displayhook of the engine",
     "engine/debugging/debugger.py": "the latest debugger, which is data of pdb",
     "engine/guard.py": "sys.unraisablehook, which calls the one before",
-    "engine/template.py": "the key of this process, which it would share with the process that it was forked from",
+    "cluster/local/zygote.py": "the key of this process, which it would share with the process that it was forked from",
     "engine/unattended.py": "sys.breakpointhook of the engine",
     "magics/extension.py": "sys.breakpointhook of the notebook",
     "magics/tracebacks.py": "sys.last_traceback, as IPython sets it",

@@ -227,7 +227,7 @@ limited.run(lambda: distnb.get_replica_context().all_reduce("sum", torch.ones(3)
 """
     with Tasks(program, ["worker 0", "worker 1"]) as tasks:
         chief = tasks.end_of("worker 0", timeout_s=60)
-    assert "CollectiveError: group." in chief.stderr
+    assert "CollectiveError: distnb's " in chief.stderr
     assert "did not end within the time limit of 0.5 s" in chief.stderr
     assert "Not there yet: replica 1" in chief.stderr
 
