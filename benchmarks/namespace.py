@@ -113,9 +113,9 @@ def _measure(cells: Cells, kind: str, rounds: int) -> bool:
     cell("obj; None")
     again = compare({"unchanged": unchanged, "changed": next_to_change, "floor": lambda: floor(value)}, rounds=rounds)
     targets = TARGETS["namespace"]
-    kept = report(f"{kind}: read, and not changed", again, baseline="floor", targets=targets["unchanged"])
+    kept = report(f"{kind}: read, and not changed", again, baseline="floor", targets=targets[f"{kind}, unchanged"])
     sent = compare({"first": first, "floor": lambda: floor(value, sent=True)}, rounds=max(2, rounds // 2))
-    kept &= report(f"{kind}: sent the first time", sent, baseline="floor", targets=targets["first"])
+    kept &= report(f"{kind}: sent the first time", sent, baseline="floor", targets=targets[f"{kind}, first"])
     del names["obj"]
     return kept
 

@@ -42,6 +42,8 @@ def test_a_ratio_is_taken_within_a_round() -> None:
         (Target("a", "b", at_most=1.8, known=1.9), "LOST"),
         (Target("a", "b", at_least=2.0), "met"),
         (Target("a", "b", at_least=2.1), "LOST"),
+        (Target("a", "b", at_least=2.1, known=1.9), "MISSED"),
+        (Target("a", "b", at_least=2.2, known=2.1), "LOST"),
         (Target("a", "c", at_most=1.0), "absent"),
     ],
 )
