@@ -40,7 +40,6 @@ from distnb.objects.memory.blocks import (
 from distnb.objects.memory.mapped_files import file_of, window_of
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, label_of, refusal
 from distnb.objects.plain import is_importable
-from distnb.objects.unordered_sets import is_unordered
 from distnb.objects.world_bound import is_training_arguments, is_world_bound
 
 __all__ = ["INLINE_NBYTES", "Digester", "Digests", "References", "Side", "content", "on_accelerator"]
@@ -164,7 +163,6 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         self.arranged: dict[int, list[Any]] = {}
         self._rules: dict[type, Callable[[Any, Any], Any]] = dict(_RULES)
         self._reached: dict[int, Any] = {}
-        self._reduces = False  # whether the value has more than numbers, texts and containers
         super().__init__(file or self.digested, protocol=5, buffer_callback=keep or self.digested.keep)
 
     def begin(self, name: str, value: Any) -> None:
@@ -176,8 +174,8 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         """Return a digest of a value and everything in it."""
         self.arranged.clear()
         digest = self._digest_of(value)
-        if self._reduces and self.digested.may_hold_sets:  # otherwise all items of sets are hashed by value
-            found = [obj for _, obj in self.memo.copy().values() if is_unordered(obj)]
+        if self.digested.may_hold_sets:
+            found = [obj for _, obj in self.memo.copy().values() if type(obj) in _SETS and len(obj) > 1]
             if found:
                 self.arrange(found)
                 self.persistent_id = lambda obj: self.arranged.get(id(obj))  # called for every object
@@ -185,27 +183,33 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return digest
 
     def arrange(self, sets: Iterable[Any]) -> None:
-        """Arrange the items of sets by their content, without that of the sets in them."""
+        """Arrange the items of sets by their content, without that of the sets in them.
+
+        The order of a set's items depends on its history, {0, 8} and {8, 0} for example, or on their addresses.
+        """
         ids = set(map(id, sets))
         digester = Digester(self.side)
         digester.persistent_id = lambda obj: "a set" if id(obj) in ids else None
         for each in sets:
-            keys = dict[int, bytes]()
-            for item in each:
-                with contextlib.suppress(Exception):  # the user's classes may raise any error
-                    keys[id(item)] = digester.digest_of(item)
-            self.arranged[id(each)] = sorted(each, key=lambda item: keys.get(id(item), b""))
+            kinds = set(map(type, each))
+            if len(kinds) == 1 and kinds <= _SORTED:
+                items = sorted(each)
+            else:
+                keys = dict[int, bytes]()
+                for item in each:
+                    with contextlib.suppress(Exception):  # the user's classes may raise any error
+                        keys[id(item)] = digester.digest_of(item)
+                items = sorted(each, key=lambda item: keys.get(id(item), b""))
+            self.arranged[id(each)] = [type(each).__name__, *items]
 
     def _digest_of(self, value: Any) -> bytes:
         self.digested.begin()
-        self._reduces = False
         self._reached.clear()
         self.clear_memo()
         self.dump(value)
         return self.digested.digest()
 
     def reducer_override(self, obj: Any) -> Any:
-        self._reduces = True
         kind = type(obj)
         rule = self._rules.get(kind)
         if rule is None:
@@ -408,6 +412,8 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return Placeholder, (text,)
 
 
+_SETS = frozenset({set, frozenset})
+_SORTED = frozenset({int, str, bytes})  # kinds of items that can be compared with each other
 # The opcodes with which the pickle of a set with items begins, and that of a frozenset ends. One opcode alone would be
 # found in most large pickles, as a part of a number. The pickler writes both of a pair at once.
 _SET = pickle.EMPTY_SET + pickle.MEMOIZE + pickle.MARK

@@ -89,3 +89,15 @@ def test_data_that_differs_or_is_on_one_replica_only_becomes_a_handle(notebook: 
     notebook.run(f"%%distribute mirrored\n{lines}\n{_changed('v')}")
     notebook.run(_changed("w"))
     assert notebook.value(f"wrong_ones({_seen('v')}, {_seen('w')})") == {}, "equal parts of different values"
+
+
+def test_equal_sets_with_other_histories_are_one_value(notebook: Notebook) -> None:
+    """Python iterates {0, 8} and {8, 0} in different orders."""
+    notebook.run("""%%distribute mirrored
+order = [0, 8, 16] if distnb.replica_id() == 0 else [16, 8, 0]
+items, frozen, inside = set(order), frozenset(order), {"ids": [set(order)]}
+""")
+    assert notebook.value("[items, frozen, inside] == [{0, 8, 16}, frozenset({0, 8, 16}), {'ids': [{0, 8, 16}]}]")
+    notebook.run("inside['ids'][0] = frozenset(inside['ids'][0])")
+    notebook.run("%%distribute mirrored\nkind = type(inside['ids'][0]).__name__")
+    assert notebook.value("kind") == "frozenset"
