@@ -201,38 +201,58 @@ def _refuse_others(method: str, given: dict[str, Any]) -> None:
 class SameBatches:
     """The comparison of the replicas' batches in one pass over data: each batch, and the end, must be the same."""
 
-    def __init__(self, group: Callable[[], Group]) -> None:
+    def __init__(self, strategy: Any, group: Callable[[], Group]) -> None:
+        self._strategy = strategy
         self._group = group
         self._batches = 0
+        self._pending: _Comparison | None = None
 
-    def check(self, data: Any) -> None:
-        """Check a batch. Raise StructureError on all replicas if theirs differ."""
+    def begin(self, data: Any) -> None:
+        """Begin to compare a batch. The replicas do not wait for each other until `finish`."""
         tensors = [as_tensor(leaf) for leaf in keras.tree.flatten(data) if leaf is not None]
         self._batches += 1
         # Later one row of each tensor represents the batch: reading all of it would cost as much as copying it.
         seen = tensors if self._batches == 1 else [each[:1] for each in tensors]
-        self._compare(digest_of_all(seen), [list(each.shape) for each in tensors])
+        shapes = [list(each.shape) for each in tensors]
+        self._pending = _Comparison(self._group(), self._batches, digest_of_all(seen), shapes)
+
+    def finish(self) -> None:
+        """Finish the comparison of the batch, if any. Raise StructureError on all replicas if theirs differ."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.finish()
 
     def check_end(self) -> None:
         """Check the end. Raise StructureError on all replicas if some have further batches."""
         if self._batches:
-            self._compare(_END, [])
+            end = _Comparison(self._group(), self._batches + 1, _END, [])
+            self._strategy.run(end.finish)  # as a batch's, so that the same error leaves `run` on all replicas
         self._batches = 0
 
-    def _compare(self, seen: int, shapes: list[list[int]]) -> None:
-        group = self._group()
-        facts = torch.tensor([seen, sum(shape[0] for shape in shapes if shape)], device=torch_device(group.device))
-        if len(torch.stack(group.all_gather(facts)).unique(dim=0)) == 1:
+
+class _Comparison:
+    """A comparison of one batch under way."""
+
+    def __init__(self, group: Group, batch: int, seen: int, shapes: list[list[int]]) -> None:
+        self._group, self._batch, self._seen, self._shapes = group, batch, seen, shapes
+        facts = [seen, sum(shape[0] for shape in shapes if shape)]
+        # All numbers are equal if the largest is also the smallest.
+        self._facts = torch.tensor([*facts, *(-each for each in facts)], device=torch_device(group.device))
+        self._work = group.all_reduce_start(self._facts, "max")
+
+    def finish(self) -> None:
+        self._work.wait()
+        seen, rows, *negative = self._facts.tolist()
+        if negative == [-seen, -rows]:
             return
-        every = group.all_gather_object((seen, shapes))
+        every = self._group.all_gather_object((self._seen, self._shapes))
         lines = "; ".join(f"replica {rank} {_described(*each)}" for rank, each in enumerate(every))
         raise StructureError(
-            f"The replicas read different data at batch {self._batches + (seen == _END)}: {lines}. Keras's fit, "
-            "evaluate and predict take global batches, the same on every replica, and divide the rows: give all "
-            "replicas the same data in the same order, and use the same seed for shuffling. If each worker should read "
-            "its own rows, use fit(strategy.distribute_datasets_from_function(dataset_fn)), "
-            "fit(distnb.keras.DatasetCreator(dataset_fn)) or "
-            "fit(strategy.distribute_dataset(loader, options=distnb.InputOptions(auto_shard_policy='off')))."
+            f"The replicas read different data at batch {self._batch}: {lines}. Keras's fit, evaluate and predict take "
+            "global batches, the same on every replica, and divide the rows: give all replicas the same data in the "
+            "same order, and use the same seed for shuffling. If each worker should read its own rows, use "
+            "fit(strategy.distribute_datasets_from_function(dataset_fn)), fit(distnb.keras.DatasetCreator(dataset_fn)) "
+            "or fit(strategy.distribute_dataset(loader, options=distnb.InputOptions(auto_shard_policy='off')))."
         )
 
 

@@ -240,8 +240,10 @@ class ModelOnReplicas:
         process = this_process.replica
         if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
             return plain(data)
-        (SameBatches(lambda: process.group) if self._callbacks is None else self._callbacks.batches).check(data)
+        batches = self._callbacks.batches if self._callbacks else SameBatches(self._strategy, lambda: process.group)
+        batches.begin(data)
         if self._callbacks is not None and trains and self._callbacks.skips:
+            batches.finish()
             return {}
         model = self._model
         self._forward.watch([model])
@@ -251,8 +253,12 @@ class ModelOnReplicas:
 
         def step() -> None:
             nonlocal result
-            with self._forward.step():
-                result = plain(data)
+            try:
+                with self._forward.step(batches.finish):
+                    result = plain(data)
+            except Exception:
+                batches.finish()  # that the data differ is the better reason
+                raise
             if trains:
                 step_count.note_step(self._forward.rows)
 

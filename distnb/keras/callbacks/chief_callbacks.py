@@ -86,7 +86,7 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
             each.set_model(model)
         self._states = CallbackStates(model, given, self._group)
         self._resuming = Resuming(model, given)
-        self.batches = SameBatches(lambda: self._group)
+        self.batches = SameBatches(strategy, lambda: self._group)
         self._shared = {name for name in _BATCHES for each in given if _acts(each, name)}
         self._changing = {name for name in _BATCHES for each in given if _acts(each, name) and not _only_saves(each)}
         self._error: BaseException | None = None

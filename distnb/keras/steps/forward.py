@@ -54,6 +54,7 @@ class SharedForward:
         self.rows = 0
         self._strategy: Any = None
         self._replica: Any = None  # this replica's context during a step, otherwise None
+        self._before_gathering: Callable[[], None] = _nothing
         self._depth = 0
         self._call: DividedCall | None = None
         self._entries: list[Any] = []
@@ -61,20 +62,26 @@ class SharedForward:
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Divide calls within the context, in `strategy.run`. The rest of the step sees a single replica."""
+    def step(self, before_gathering: Callable[[], None]) -> Iterator[None]:
+        """Divide calls within the context, in `strategy.run`. The rest of the step sees a single replica.
+
+        `before_gathering` is called when a replica has computed its rows of a call, and at the end of the step.
+        """
         before = contexts.innermost()
         assert before is not None
         self._strategy, self._replica = before
+        self._before_gathering = before_gathering
         self.rows = self._depth = 0
         alone = ReplicaContext(self._strategy)
         try:
             with replicating(self), contexts.enter_replica(self._strategy, alone), streams.shared():
                 yield
+            before_gathering()
         finally:
             if self._call is not None:  # an interrupt ended the step in a call
                 self._call.leave()
             self._call = self._replica = None
+            self._before_gathering = _nothing
             self._entries.clear()
             self._visited.clear()
 
@@ -123,6 +130,7 @@ class SharedForward:
         call.leave()
         if output is None:  # the layer raised
             return None
+        self._before_gathering()
         rows = call.rows
 
         def together(leaf: Any) -> Any:
@@ -200,6 +208,10 @@ class SharedForward:
         for place, total in zip(places, summed, strict=True):
             found[place] = total
         return tuple(found)
+
+
+def _nothing() -> None:
+    """Do nothing between steps."""
 
 
 def _has_rows(leaf: Any) -> bool:
