@@ -75,7 +75,7 @@ class DistributeMagic(ast.NodeTransformer):
             if name in user_ns and (name not in self._ours or user_ns[name] is not self._ours[name]):
                 self._users[name] = user_ns[name]
             self._ours[name] = user_ns[name] = value
-        self._front.name_cell(request.word)
+        self._front.name_cell(request.word, here=request.local)
         self._front.draw(each_wait=request.timeline, run=request.name, quiet=request.quiet)
 
     def leave(self) -> None:

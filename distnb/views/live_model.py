@@ -189,15 +189,19 @@ class LiveModel:
                 self.waited = self.waited or [f"When it ended: {line}" for line in self.waits.before_the_end(now)]
             self._replica_ended(event)
 
+    def begin_here(self, now: float) -> None:
+        """Note that the cell computes in the notebook's own process."""
+        if self.began is None:
+            self.began = now
+        if self.state == "starting":
+            self.state = "running"
+
     def follow(self, work: Work, title: str, now: float) -> None:
         """Follow the work that workers do for the cell."""
         self.work = work
         self.waits.who = "worker" if work.replicas_per_worker == 1 else "replica"
         self.title = self.title or title
-        if self.began is None:
-            self.began = now
-        if self.state == "starting":
-            self.state = "running"
+        self.begin_here(now)
 
     def sampled(self, now: float) -> None:
         """Apply a new sample of the work that is followed."""
@@ -206,10 +210,7 @@ class LiveModel:
 
     def feed_local(self, call: LiveCall, now: float) -> None:
         """Handle a call of `distnb.live` in the notebook's own process."""
-        if self.began is None:
-            self.began = now
-        if self.state == "starting":
-            self.state = "running"
+        self.begin_here(now)
         step, number = call.place
         before = self._before(HERE, step)[0]
         if not self.rows and self.work is None:

@@ -215,10 +215,13 @@ class Front:
                 self._events.write(view.model.runs.values())
             self._events.flush()
 
-    def name_cell(self, title: str, *, whole: bool = True) -> None:
-        """Set the name of the cell's strategy, and whether the whole cell runs under it."""
+    def name_cell(self, title: str, *, whole: bool = True, here: bool = False) -> None:
+        """Set the name of the cell's strategy, and whether the whole cell runs under it, and in this process."""
         if self._current is not None:
-            self._current.model.title, self._current.model.is_distributed = title, whole
+            model = self._current.model
+            model.title, model.is_distributed = title, whole
+            if here:
+                model.begin_here(time.monotonic())
 
     def draw(self, *, each_wait: bool, run: str, quiet: bool) -> None:
         """Set the options of the running cell's view.

@@ -443,6 +443,14 @@ def test_a_default_cell_shows_no_replicas(notebook: Notebook) -> None:
     assert "cpu:0" not in shown["text/html"]
 
 
+def test_a_default_cell_runs_before_it_draws(notebook: Notebook) -> None:
+    notebook.run("import time\nimport distnb")
+    ran = notebook.run("%%distribute default\ntime.sleep(1)\ndistnb.live(value=1.0)")
+    seconds = re.search(r"default · ended · ([\d.]+) s", ran.displays[-1]["text/plain"])
+    assert seconds is not None
+    assert float(seconds[1]) >= 1
+
+
 def test_the_view_shows_the_failing_line_of_a_replica(notebook: Notebook) -> None:
     notebook.run("import time")
     failed = notebook.try_run(
