@@ -1,16 +1,16 @@
 """The messages of calls by plan, which are as small as possible. See `distnb/notebook/README.md`.
 
-Values in them are those that pickle writes without a class: numbers, short strings, and containers of them. A handle is
+Values in them are plain: numbers, short strings, and containers of them, which marshal writes. A handle is
 sent as the list `[identity, kind]`, data that the engines have as `[name, SECTION]`, so a list is sent as
 `[None, *items]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from distnb.wire.codec import give_codes
+from distnb.wire.codec import give_codes, give_plain_form
 from distnb.wire.described_values import (
     RETURNED,
     DescribedObject,
@@ -127,4 +127,17 @@ def opened(value: Any, resolve: Callable[[Any, str], Any]) -> Any:
     return value
 
 
+def _plain_reply(reply: PlannedReply) -> tuple[Any, ...]:
+    returned = reply.returned
+    return (*reply[:3], tuple(returned), True) if type(returned) is OwnNumber else tuple(reply)
+
+
+def _reply_of(fields: Sequence[Any]) -> PlannedReply:
+    if len(fields) > len(PlannedReply._fields):
+        return PlannedReply(*fields[:3], OwnNumber._make(fields[3]))
+    return PlannedReply._make(fields)
+
+
+give_plain_form(1, PlannedCall, tuple, PlannedCall._make)
+give_plain_form(2, PlannedReply, _plain_reply, _reply_of)
 give_codes(48, PlannedCall, PlannedReply, OwnNumber)

@@ -18,7 +18,8 @@ from distnb.objects.plain import ATOMS, is_importable
 __all__ = ["functions_within", "hides_parts"]
 
 _MOST_PARTS = 50_000
-_SHOWING = frozenset({"numpy", "pandas", "torch"})  # pickles of their objects, which are frequent in data, hide nothing
+# Pickles of their objects hide nothing: those of data, and those of distnb's, which lead to the whole process.
+_SHOWING = frozenset({"distnb", "numpy", "pandas", "torch"})
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 
 
