@@ -54,10 +54,9 @@ from distnb.wire.messages import (
     Hello,
     PostMortem,
     ProgramEnded,
-    Reply,
     RunCell,
 )
-from distnb.wire.planned import PlannedCall, PlannedReply
+from distnb.wire.planned import PlannedCall
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -210,7 +209,7 @@ class Agent:
             return
         kind = self.kinds.get(type(message)) or self._kind_of(message)
         self.failures.make_room(kind)
-        link.send(self.perform(message))
+        self._perform(link, message, kind)
         self.failures.limit(kind)
 
     def _kind_of(self, message: Any) -> ProgramKind:
@@ -219,9 +218,8 @@ class Agent:
             require("programs", type(message).__module__)(self)
         return self.kinds[type(message)]
 
-    def perform(self, message: Any) -> Reply | PlannedReply:
-        """Run one program to its end, and return the reply. It never raises."""
-        kind = self.kinds.get(type(message)) or self._kind_of(message)
+    def _perform(self, link: ProgramLink, message: Any, kind: ProgramKind) -> None:
+        """Run one program to its end, and send the reply. It never raises."""
         if not isinstance(message, PlannedCall):
             streams.reset()  # a planned call leaves the replica's own stream in use
         replica = kind.replica(message)
@@ -249,10 +247,11 @@ class Agent:
         debugger.stop_stepping()
         self._console.leave()
         self._console.stopped_in = None
-        if isinstance(reply, PlannedReply) or (reply.status == "ok" and not isinstance(message, RunCell)):
+        if reply.status == "ok" and not isinstance(message, RunCell):
             # The reply itself reports a call that succeeded. Waking both control threads would double the call's cost.
+            link.send(reply)  # before the measurements: the notebook goes on at once
             self._control.program_ended(None)
-            return reply
+            return
         reply = reply._replace(seconds=time.monotonic() - began)
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
         # The error is in no local variable: its traceback leads to this frame, and the cycle would keep all objects of
@@ -261,7 +260,7 @@ class Agent:
         self._control.program_ended(
             ProgramEnded(engine=self.engine, program=message.program, status=reply.status, summary=summary, where=where)
         )
-        return reply
+        link.send(reply)
 
     def _failed_replica(self, message: PostMortem) -> int:
         self._suspend_features()

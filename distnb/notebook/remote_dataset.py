@@ -128,18 +128,22 @@ class RemoteIterator(BatchIterator):
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
+        data: tuple[Any, ...] = ()
         if self._asked is not None and (self._asked.is_sent or not self._here):
             self._here.extend(self._fetched(self._asked))
             self._asked = None
+            if not self._here:
+                data = (self._dataset,)  # this is probably the end
         if self._here:
             batch = self._here.popleft()
             self._given += 1
         else:
-            self._ahead, found = self._call(_advance, self._handle)
+            self._ahead, found = self._call(_advance, self._handle, *data)
             if not found:
                 self._ended = True
                 self._note(None)
-                self._call(_nothing, self._dataset)  # fetches the changes that reading made in the notebook's data
+                if not data:
+                    self._call(_nothing, self._dataset)  # fetches the changes that reading made in the notebook's data
                 raise StopIteration
             (batch,) = found
         if self._ahead:
@@ -206,10 +210,11 @@ def _load(dataset: Any, state: Any) -> None:
     dataset.load_state_dict(_unpacked(state))
 
 
-def _advance(iterator: DistributedIterator) -> tuple[int, tuple[Any, ...]]:
+def _advance(iterator: DistributedIterator, *_: Any) -> tuple[int, tuple[Any, ...]]:
     """Return the number of batches to fetch ahead, and the next batch in a tuple.
 
-    The tuple is empty at the end, since StopIteration would count as an error of the replica.
+    The tuple is empty at the end, since StopIteration would count as an error of the replica. At the end the dataset is
+    given, too: then the changes that reading made in the notebook's data are returned with the result.
     """
     try:
         return iterator.ahead, (next(iterator),)

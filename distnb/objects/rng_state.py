@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from distnb.objects.memory.blocks import BYTES_AT
 
 __all__ = ["RngState", "content_of", "generator_state", "numpy_state", "set_generator_state", "set_numpy_state"]
 
@@ -64,8 +65,7 @@ def generator_state(generator: Any) -> bytes:
 
 def content_of(state: Any) -> bytes:
     """Return the bytes of the tensor that a torch generator's `get_state` returned."""
-    memory: Any = (ctypes.c_char * state.nbytes).from_address(state.data_ptr())  # `numpy()` takes several times as long
-    content: bytes = memory.raw
+    content: bytes = BYTES_AT[state.nbytes](state.data_ptr()).raw  # `numpy()` takes several times as long
     return content
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "METHOD",
     "RETURNED",
     "UNKNOWN",
+    "WRAPPED",
     "Described",
     "DescribedObject",
     "Leaf",
@@ -93,6 +94,8 @@ class Sharing(NamedTuple):
 
 
 _OWN = Sharing()
+WRAPPED = Sharing(wrapped=True)
+"""The sharing of a distributed value that holds this replica's component."""
 
 
 class DescribedObject(NamedTuple):

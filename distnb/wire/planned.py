@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from distnb.wire.codec import give_codes, give_plain_form
 from distnb.wire.described_values import (
     RETURNED,
+    WRAPPED,
     DescribedObject,
     Leaf,
     PlainValue,
     Result,
-    Sharing,
     Summary,
 )
 from distnb.wire.messages import ObjectId
@@ -73,10 +73,7 @@ class OwnNumber(NamedTuple):
             number=self.number,
             graph=self.graph,
         )
-        return DescribedObject(identity=(serial, RETURNED), summary=summary, sharing=_WRAPPED)
-
-
-_WRAPPED = Sharing(wrapped=True)
+        return DescribedObject(identity=(serial, RETURNED), summary=summary, sharing=WRAPPED)
 
 
 class _PlannedReply(NamedTuple):

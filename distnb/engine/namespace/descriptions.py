@@ -23,9 +23,10 @@ from distnb.objects.memory.blocks import dense_tensor, is_stored
 from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.runtime.scopes.divided_objects import is_divided
 from distnb.runtime.scopes.mirrored_objects import is_apart, is_mirrored, is_read_together, read_together
-from distnb.values import DistributedValues, structure
+from distnb.values import DistributedValues, PerReplica, structure
 from distnb.wire.described_values import (
     RETURNED,
+    WRAPPED,
     Described,
     DescribedObject,
     Leaf,
@@ -159,13 +160,14 @@ class Describer:
 
     def value(self, value: Any, path: str, *, brief: bool = False) -> Described:
         """Describe the value of a name, or a result. A new object is kept under `path`."""
-        if issubclass(type(value), types.ModuleType):
+        kind = type(value)
+        if issubclass(kind, types.ModuleType):
             known = self._objects.id_of(value)
             identity = known if known is not None else self._objects.own((self._serial, path), value)
             return ModuleValue(value.__name__, identity)
-        if type(value) in SCALARS or (type(value) is str and len(value) < _SHORT_CHARACTERS):
+        if kind in SCALARS or (kind is str and len(value) < _SHORT_CHARACTERS):
             return PlainValue(value)
-        if is_plain(value):
+        if kind is not PerReplica and is_plain(value):
             self.plain[path] = value
             return PlainValue(packed=True)
         described = self._described.get(path)
@@ -193,6 +195,8 @@ class Describer:
             return DescribedObject(identity=identity, summary=summary)
 
     def _object(self, value: Any, identity: ObjectId, *, brief: bool, surveyed: str) -> DescribedObject:
+        if type(value) is PerReplica and surveyed not in self._described:  # such as each leaf of each batch
+            return DescribedObject(identity=identity, summary=summarise(value, brief=brief), sharing=WRAPPED)
         mirrored, together = is_mirrored(value), is_read_together(value)
         wrapped = isinstance(value, DistributedValues)
         # The content of a distributed value is not read, since that would wait for the device.
@@ -334,6 +338,8 @@ def own_part(value: Any) -> Any:
     A structure that cannot be flattened or rebuilt, such as one that contains itself or whose class raises, is returned
     unchanged, since a description must not fail.
     """
+    if type(value) is PerReplica:
+        return value.values[0]
     try:
         if not structure.has_distributed(value):
             return value
