@@ -4,7 +4,8 @@
 
 The function returns None, so the benchmark measures the way there and back. Blocking: each call waits for the one
 before. Pipelined: `--calls` calls are sent, and then their results are awaited (`RunOptions(wait=False)`); the time is
-per call. Ray takes part if it is installed.
+per call. Ray takes part if it is installed. A call of the coordinator is one closure for each of two workers; it has
+no server to write to.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 import logging
 import multiprocessing
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -23,7 +25,9 @@ import zmq
 
 from benchmarks.guard import TARGETS
 from benchmarks.harness import Comparison, Measure, compare, options, report, timed
+from benchmarks.ranks import Ranks, serve
 
+CLOSURES = "distnb closures"
 DISTNB, IPYPARALLEL, RAY, ZMQ = "distnb strategy.run", "ipyparallel apply_sync", "Ray actors", "bare ZMQ"
 
 
@@ -108,6 +112,45 @@ def distnb_measures(calls: int) -> Iterator[tuple[Measure, Measure]]:
 
 
 @contextlib.contextmanager
+def closures_measures(calls: int) -> Iterator[tuple[Measure, Measure]]:
+    """Measure closures of distnb's coordinator, in a process of its own: a process has one cluster."""
+    coordinator = Ranks("benchmarks.roundtrip", CLOSURES, 1)
+    try:
+        yield lambda: coordinator.step("blocking", calls), lambda: coordinator.step("pipelined", calls)
+    finally:
+        coordinator.close()
+
+
+def act_as_coordinator() -> int:
+    """Answer requests with the seconds of one call."""
+    import distnb
+
+    with contextlib.redirect_stdout(sys.stderr):  # stdout itself is for answers
+        distnb.start(workers=2, ps=1)
+    coordinator = distnb.coordinator.ClusterCoordinator(distnb.ParameterServerStrategy())
+    function = eval("lambda: None")
+
+    def blocking() -> None:
+        coordinator.fetch([coordinator.schedule(function) for _ in range(2)])
+
+    def measure(what: str, calls: int) -> float:
+        if what == "blocking":
+            return timed(blocking, calls)()
+
+        def pipelined() -> None:
+            for _ in range(2 * calls):
+                coordinator.schedule(function)
+            coordinator.join()
+
+        return timed(pipelined)() / calls
+
+    try:
+        return serve(measure)
+    finally:
+        distnb.stop()
+
+
+@contextlib.contextmanager
 def ipyparallel_measures(calls: int) -> Iterator[tuple[Measure, Measure]]:
     """Measure ipyparallel's DirectView: `apply_sync`, and `apply_async` with all results awaited at the end."""
     cluster = ipyparallel.Cluster(n=2, log_level=logging.ERROR)
@@ -165,9 +208,17 @@ def zmq_measures(calls: int) -> Iterator[tuple[Measure, Measure]]:
 
 def main() -> int:
     """Run the benchmark. Return 1 if a target is missed."""
-    given = options(__doc__, rounds=7, calls=50)
+    given = options(__doc__, rounds=7, calls=50, rank="")
+    if given.rank:
+        return act_as_coordinator()
 
-    makers = {DISTNB: distnb_measures, IPYPARALLEL: ipyparallel_measures, RAY: ray_measures, ZMQ: zmq_measures}
+    makers = {
+        DISTNB: distnb_measures,
+        CLOSURES: closures_measures,
+        IPYPARALLEL: ipyparallel_measures,
+        RAY: ray_measures,
+        ZMQ: zmq_measures,
+    }
     if importlib.util.find_spec("ray") is None:
         print("Ray is not installed: no comparison with it (pip install ray).")
         del makers[RAY]
