@@ -56,7 +56,7 @@ from distnb.wire.messages import (
     ProgramEnded,
     RunCell,
 )
-from distnb.wire.planned import PlannedCall
+from distnb.wire.planned import PlannedCall, PlannedReply
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -247,7 +247,7 @@ class Agent:
         debugger.stop_stepping()
         self._console.leave()
         self._console.stopped_in = None
-        if reply.status == "ok" and not isinstance(message, RunCell):
+        if isinstance(reply, PlannedReply) or (reply.status == "ok" and not isinstance(message, RunCell)):
             # The reply itself reports a call that succeeded. Waking both control threads would double the call's cost.
             link.send(reply)  # before the measurements: the notebook goes on at once
             self._control.program_ended(None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +53,7 @@ def read_request(line: str, user_ns: Mapping[str, Any]) -> CellRequest:
     Raises:
         OptionError: The line is invalid, or names an option that the strategy cannot honour.
     """
-    found = DISTRIBUTE.read(line)
+    found = _words(line)
     word: str = found.word
     if not word:
         raise OptionError(
@@ -93,6 +95,12 @@ def read_request(line: str, user_ns: Mapping[str, Any]) -> CellRequest:
                 f"%%distribute {word} cannot honour {option}: the cell runs in the notebook's own process. {cure}"
             )
     return request
+
+
+@functools.lru_cache
+def _words(line: str) -> argparse.Namespace:
+    """Return the parsed line, which is read twice for each cell, and mostly equal to the line of the cell before."""
+    return DISTRIBUTE.read(line)
 
 
 def _spec_of_object(word: str, user_ns: Mapping[str, Any]) -> StrategySpec:

@@ -130,9 +130,8 @@ def _plain_reply(reply: PlannedReply) -> tuple[Any, ...]:
 
 
 def _reply_of(fields: Sequence[Any]) -> PlannedReply:
-    if len(fields) > len(PlannedReply._fields):
-        return PlannedReply(*fields[:3], OwnNumber._make(fields[3]))
-    return PlannedReply._make(fields)
+    found = PlannedReply._make(fields[: len(PlannedReply._fields)])
+    return found if len(fields) == len(found) else found._replace(returned=OwnNumber._make(found.returned))
 
 
 give_plain_form(1, PlannedCall, tuple, PlannedCall._make)

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from types import CodeType, FrameType
 
 import psutil
@@ -28,6 +29,7 @@ _KNOWN_CALLS = 64
 _CACHE = dis.opmap["CACHE"]
 _labels: dict[str, str] = {}
 _loaded = time.monotonic()
+_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def remember_cell(filename: str, label: str) -> None:
@@ -54,7 +56,7 @@ class Telemetry:
         self._place: tuple[CodeType, int] | None = None
         self._calls: dict[tuple[CodeType, int], str] = {}
         self._machine = activity.machine()
-        self._process = psutil.Process()
+        self._memory, self._schedule = _SystemFile("statm"), _SystemFile("schedstat")
         self._host_nbytes = int(psutil.virtual_memory().total)
         self._accelerator_nbytes: int | None = None
 
@@ -67,6 +69,7 @@ class Telemetry:
             events = activity.of_steps(events, steps)
         else:
             self._latest_sent = max((event[0] for event in events), default=0) or self._latest_sent
+        schedule, allocated = self._schedule.numbers(), allocated_nbytes()
         return TelemetrySample(
             engine=engine,
             program=program,
@@ -74,24 +77,25 @@ class Telemetry:
             seconds=time.monotonic() - _loaded,
             steps=step_count.steps,
             examples=step_count.examples,
-            rss_nbytes=int(self._process.memory_info().rss),
-            device_nbytes=allocated_nbytes(),
+            rss_nbytes=self._memory.numbers()[1] * _PAGE_NBYTES,
+            device_nbytes=allocated,
             where=where,
             call=self._call_under_way(frame),
             waiting=_waiting(),
             events=events,
             machine=self._machine,
-            queued_s=_queued_s(),
+            # The time that the main thread was ready to run but had no processor.
+            queued_s=schedule[1] / 1e9 if schedule else None,
             processors=len(os.sched_getaffinity(0)),
             epochs=step_count.epochs_begun() if steps is None else (),
             reading=step_count.reading(),
             host_nbytes=self._host_nbytes,
-            accelerator_nbytes=self._accelerator(),
+            accelerator_nbytes=self._accelerator(allocated),
         )
 
-    def _accelerator(self) -> int | None:
+    def _accelerator(self, allocated: int | None) -> int | None:
         """Return the total memory of the accelerator in bytes, or None before its first use. It is read only once."""
-        if self._accelerator_nbytes is None:
+        if self._accelerator_nbytes is None and allocated is not None:
             known = device_memory()
             self._accelerator_nbytes = known[1] if known is not None else None
         return self._accelerator_nbytes
@@ -180,10 +184,16 @@ def _callee(code: CodeType, instruction: int) -> str:
     return ast.unparse(call.func) if isinstance(call, ast.Call) else ""
 
 
-def _queued_s() -> float | None:
-    """Return the seconds that the main thread was ready to run but had no processor, from the system's scheduler."""
-    try:
-        with open("/proc/self/schedstat", encoding="ascii") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return None
+class _SystemFile:
+    """A file of numbers about this process in /proc, which stays open: opening it takes longer than reading it."""
+
+    def __init__(self, name: str) -> None:
+        self._descriptor: int | None = None
+        with suppress(OSError):  # not every kernel has it
+            self._descriptor = os.open(f"/proc/self/{name}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers in it now; none if there is no such file."""
+        if self._descriptor is None:
+            return []
+        return list(map(int, os.pread(self._descriptor, 256, 0).split()))

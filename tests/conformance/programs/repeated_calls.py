@@ -29,18 +29,18 @@ def arguments_and_changes():
             optimizer.step()
         return loss.detach()
 
-    for number, batch in enumerate(strategy.distribute_dataset(rows(60, 3), batch_size=4)):
-        result = strategy.run(step, args=(batch, 1.0 + number / 10, "evaluate" if number == 1 else "train"))
+    for number, batch in enumerate(strategy.distribute_dataset(rows(120, 3), batch_size=4)):
+        result = strategy.run(step, args=(batch, 1.0 + number / 10, "evaluate" if number == 2 else "train"))
         history.append(float(strategy.reduce("sum", result, axis=None)))
-        if number == 3:
+        if number == 6:
             factor = 0.5
-        if number == 5:
+        if number == 10:
             table["shift"] = 0.25
-        if number == 7:
-            bias += 1
-        if number in (8, 10):
-            torch.set_grad_enabled(number == 10)
-        if number == 12:
+        if number == 14:
+            bias.add_(1)
+        if number in (18, 22):
+            torch.set_grad_enabled(number == 22)
+        if number == 26:
 
             def step(batch, weight, name):
                 return distnb.nn.compute_average_loss(model(batch).sum(dim=1)).detach() * weight
