@@ -145,8 +145,14 @@ def change_given(values):
     return values
 def is_data(value):
     return value is data
+def weigh():
+    return sum(sizes(n, held))
+def hold():
+    held.append(made)
+    return len(held)
 closed, pured = keep(1), pure(2)
 made = 1
+held = [made]
 """
 
 MODEL = """
@@ -174,7 +180,7 @@ _CALLS = [
     ),
     *("set_dtype", "set_variable", "fail", "fail_on_one", "drop", "unset", "has_extra", "make", "make_number"),
     *("make_rows", "make_pair", "use", "change_made", "train", "training", "annotated", "closed", "pured", "mark"),
-    *("change_default", "lambda: n + k", "lambda: LR", "lambda x=k: x"),
+    *("change_default", "lambda: n + k", "lambda: LR", "lambda x=k: x", "weigh", "hold"),
 ]
 _GIVEN = [
     *(
@@ -190,6 +196,8 @@ _GIVEN = [
         "change_given, (data,)",
         "change_given, (rows,)",
         "is_data, (data,)",
+        "sizes, (n, held)",
+        "sizes, (n, [made, made], k)",
     ),
 ]
 _OFTEN = [
@@ -207,6 +215,7 @@ _OFTEN = [
     "has_extra",
     "read",
     "pured",
+    "weigh",
 ]
 
 _HERE = [
@@ -247,6 +256,9 @@ _HERE = [
     "made = strategy.run(make_number)",
     "made = {i}",
     "made = torch.ones(2) * {i}",
+    "held.append(made)",
+    "held = [made, {i}]",
+    "held[0] = made",
     "torch.manual_seed({i})",
     "torch.rand(1)",
     "random.seed({i})",
@@ -272,6 +284,7 @@ _THERE = [
     "helper.tag = n",
     "extra = n",
     "made = torch.ones(2) * LR",
+    "held[0] = made",
     "torch.manual_seed({i})",
     "torch.set_grad_enabled(not torch.is_grad_enabled())",
     "model.eval()",

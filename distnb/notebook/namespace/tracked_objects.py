@@ -175,11 +175,13 @@ class TrackedObjects:
         return self.tracker.pack(serial << 1, values, digests, lacking) if lacking else None
 
     def has_only_data(self, values: Mapping[str, Any]) -> bool:
-        """Return whether values contain neither code nor handles, which refer to further names."""
+        """Return whether values contain neither code, nor handles of objects that refer to further names."""
         met, self.references.met = self.references.met, {}
         try:
             found = self.tracker.digest(values)
-            return not (self.references.met or found.names or found.classes or found.refused or found.imports)
+            if found.names or found.classes or found.refused or found.imports:
+                return False
+            return all(state_of_handle(handle).is_simple for handle in self.references.met.values())
         finally:
             self.references.met = met
 
