@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-from distnb.objects.memory.blocks import BYTES_AT
 
 __all__ = ["RngState", "content_of", "generator_state", "numpy_state", "set_generator_state", "set_numpy_state"]
 
@@ -65,8 +65,13 @@ def generator_state(generator: Any) -> bytes:
 
 def content_of(state: Any) -> bytes:
     """Return the bytes of the tensor that a torch generator's `get_state` returned."""
-    content: bytes = BYTES_AT[state.nbytes](state.data_ptr()).raw  # `numpy()` takes several times as long
+    content: bytes = _bytes_at(state.nbytes)(state.data_ptr()).raw  # `numpy()` takes several times as long
     return content
+
+
+@functools.cache
+def _bytes_at(nbytes: int) -> Callable[[int], Any]:
+    return (ctypes.c_char * nbytes).from_address
 
 
 def set_generator_state(generator: Any, state: bytes) -> None:
