@@ -345,7 +345,8 @@ class SharedSum:
             if len(self._views) >= _KNOWN_VIEWS:
                 self._views.clear()
             size = math.prod(shape) * dtype.itemsize
-            view = self._areas[area][begin : begin + size].view(dtype).view(shape)
+            with torch.inference_mode(False):  # as above: a view as another dtype counts as made here
+                view = self._areas[area][begin : begin + size].view(dtype).view(shape)
             self._views[key] = view
         return view
 

@@ -119,6 +119,19 @@ def test_every_replica_gets_the_same_bits() -> None:
     assert results[0] == results[1] == results[2]
 
 
+def test_memory_first_used_in_inference_mode_serves_training_too() -> None:
+    program = """
+    result = []
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            tensor = torch.ones(3) * (rank + 1)
+            group.all_reduce(tensor)
+            result.append(tensor.tolist())
+    """
+    for rank in run_ranks(_START + dedent(program), 2):
+        assert rank.check().result == [[3.0] * 3] * 3
+
+
 def test_an_abort_ends_the_wait_at_once() -> None:
     program = """
     from distnb.errors import ProgramAborted
