@@ -146,6 +146,8 @@ def test_kernels_and_engines_are_forked_and_owned_by_their_starters(kernel: Kern
         shared = Path(f"/proc/{engines[0]}/smaps_rollup").read_text()
         sizes = {line.split(":")[0]: int(line.split()[1]) for line in shared.splitlines() if "kB" in line}
         assert sizes["Shared_Dirty"] > 100_000 > sizes["Private_Dirty"]
+        # Where they share processors, the threads of torch's operators do not spin.
+        assert b"OMP_WAIT_POLICY=PASSIVE" in Path(f"/proc/{engines[0]}/environ").read_bytes().split(b"\0")
         draw = "[__import__('random').random(), __import__('numpy').random.rand(), __import__('torch').rand(1).item()]"
         draws = [each.value(draw) for each in (kernel, other)]
         assert not {*draws[0]} & {*draws[1]}
