@@ -11,10 +11,22 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distnb.errors import StartError
 
-__all__ = ["CONNECTION_VARIABLE", "Connection", "Keys", "connection_path", "make_keys", "read_private_file"]
+if TYPE_CHECKING:
+    import zmq
+
+__all__ = [
+    "CONNECTION_VARIABLE",
+    "Connection",
+    "Keys",
+    "connection_path",
+    "make_client",
+    "make_keys",
+    "read_private_file",
+]
 
 CONNECTION_VARIABLE = "DISTNB_CONNECTION"
 """The environment variable with the path of the connection file."""
@@ -92,6 +104,13 @@ class Connection:
             raise StartError(
                 f"{os.fspath(path)} is not the connection file of a running cluster: {error}. Start the cluster again."
             ) from error
+
+
+def make_client(socket: zmq.Socket[bytes], keys: Keys | Connection) -> None:
+    """Give a ZeroMQ socket the keys of a client."""
+    socket.curve_serverkey = keys.server_public.encode()
+    socket.curve_publickey = keys.client_public.encode()
+    socket.curve_secretkey = keys.client_secret.encode()
 
 
 def read_private_file(path: str | os.PathLike[str], what: str, cure: str) -> bytes:

@@ -1,9 +1,10 @@
-"""The plan of a cluster on other machines, at the start and when the cluster grows."""
+"""The machines of a cluster's engines, and its plan, at the start and when the cluster grows."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
@@ -12,13 +13,35 @@ from distnb.cluster.local.launcher import Launcher, PlacedEngine
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.network import listening_address
 from distnb.cluster.start_options import StartOptions
-from distnb.errors import StartError
 from distnb.machines.agents.machine_launcher import Hosts, MachineLinks
-from distnb.machines.hosts import HostOptions, Way
-from distnb.machines.transport import Found
+from distnb.machines.transport import Found, Way
 from distnb.topology import WORKER, Task
 
-__all__ = ["HostPlace", "HostPlan"]
+__all__ = ["HostOptions", "HostPlace", "HostPlan"]
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """The machines for engines.
+
+    Attributes:
+        hosts: The machines, by the transport's names, each once.
+        per_host: The number of engines on each machine, or of machines by host. None for one per GPU, or two on the
+            CPU; also for a machine that is not in it.
+        interface: The interface or address of this machine at which it listens for engines. None for the interface that
+            leads to the machines.
+        without_gpus: The number of engines on a machine without GPUs, by host; 2 for any other host.
+        tasks: In a cluster with parameter servers, the machine of each worker and server, in engine order. Every engine
+            belongs to one of these tasks.
+        replicas: The number of engines of each worker.
+    """
+
+    hosts: tuple[str, ...]
+    per_host: int | Mapping[str, int] | None = None
+    interface: str | None = None
+    without_gpus: Mapping[str, int] = field(default_factory=dict)
+    tasks: Mapping[Task, str] = field(default_factory=dict)
+    replicas: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +75,13 @@ class HostPlan(EnginePlan):
         new = transport.further_hosts(size)
         asked = new or self.machines.hosts
         try:
-            if tasks and not new and self.machines.has_fixed_tasks:
-                raise StartError(
-                    "A cluster whose workers and parameter servers are processes of `distnb worker`, each at an "
-                    "address of its own, cannot gain workers. Add the worker to the cluster_resolver, and start the "
-                    "cluster again; or start workers by ssh (on=distnb.SSH([…]), workers=…, ps=…), which can gain more."
-                )
             transport.prepare(asked, on_progress)
             found = self.links.open(asked, on_progress)
-            hosts = new or self._hosts_of_further(there, tasks, size, found)
+            if tasks and not new:
+                new = tuple(self.machines.hosts[task.index % len(self.machines.hosts)] for task in tasks)
             return place_engines(
                 self.options,
-                hosts,
+                new or self._least_used(there, size, found),
                 tasks,
                 lambda host: found[host][:2],
                 machine_of=transport.machine,
@@ -74,44 +92,16 @@ class HostPlan(EnginePlan):
                 self.links.release(host)
             raise
 
-    def _hosts_of_further(
-        self, there: Sequence[PlacedEngine], tasks: Sequence[Task], size: int, found: Mapping[str, Found]
-    ) -> list[str]:
-        """Return a machine of the start for each further engine."""
-        machines = self.machines
-        if tasks:
-            return [machines.hosts[task.index % len(machines.hosts)] for task in tasks]
-        numbers = {host: sum(each.host == host for each in there) for host in machines.hosts}
-        room = {host: self._room(host, found[host].gpus) for host in machines.hosts}
+    def _least_used(self, there: Sequence[PlacedEngine], size: int, found: Mapping[str, Found]) -> list[str]:
+        """Return a machine for each further engine: one with a free GPU, if its engines run on GPUs."""
+        on_gpus = {each.host for each in self.engines if each.device.type != "cpu"}
+        numbers = Counter(each.host for each in there)
         hosts: list[str] = []
         for _ in range(size):
-            free = [host for host in machines.hosts if room[host] is None or numbers[host] < (room[host] or 0)]
-            if not free and self.options.oversubscribe:
-                free = [*machines.hosts]
-            if not free:
-                full = "; ".join(f"{host} has {numbers[host]} of at most {room[host]}" for host in machines.hosts)
-                raise StartError(
-                    f"No machine has room for {size} further engine{'s' * (size > 1)}: {full}. "
-                    + (
-                        "The Slurm allocation is full: get a larger one, and start the cluster again there."
-                        if machines.has_fixed_room
-                        else "A cluster that was started with oversubscribe=True lets engines share devices."
-                    )
-                )
-            hosts.append(min(free, key=numbers.__getitem__))
+            free = [host for host in self.machines.hosts if host not in on_gpus or numbers[host] < found[host].gpus]
+            hosts.append(min(free or self.machines.hosts, key=numbers.__getitem__))
             numbers[hosts[-1]] += 1
         return hosts
-
-    def _room(self, host: str, gpus: int) -> int | None:
-        """Return the greatest number of engines on a machine; None if only its capacity limits the number.
-
-        That is the number of its GPUs, if the engines run on GPUs. In a Slurm allocation without GPUs, it is the number
-        of tasks that were requested for the node.
-        """
-        kinds = {each.device.type for each in self.engines if each.host == host}
-        if gpus and kinds != {"cpu"}:
-            return gpus
-        return self.machines.without_gpus.get(host) if self.machines.has_fixed_room else None
 
     def close(self) -> None:
         """End the agents, and release the resources of the transport, after the engines have ended."""
@@ -137,14 +127,11 @@ class HostPlace:
             address = listening_address(map(transport.network_name, machines.hosts), machines.interface)
             found = links.open(machines.hosts, on_progress)
             tasks = [task for task in machines.tasks for _ in range(machines.replicas if task.job == WORKER else 1)]
-            hosts = [machines.tasks[task] for task in tasks] or _hosts_of_engines(options, machines, found)
-            are_shared = tasks or machines.one_each  # otherwise each host has all devices of its machine
+            hosts = [machines.tasks[task] for task in tasks] or _hosts_of_engines(
+                options, machines, found, transport.machine
+            )
             engines, notices = place_engines(
-                options,
-                hosts,
-                tasks,
-                lambda host: found[host][:2],
-                machine_of=transport.machine if are_shared else str,
+                options, hosts, tasks, lambda host: found[host][:2], machine_of=transport.machine
             )
         except BaseException:
             links.close()
@@ -162,16 +149,18 @@ class HostPlace:
         )
 
 
-def _hosts_of_engines(options: StartOptions, machines: HostOptions, found: Mapping[str, Found]) -> list[str]:
-    """Return the machine of each engine of a cluster without tasks."""
-    if machines.one_each:
-        return [*machines.hosts]
+def _hosts_of_engines(
+    options: StartOptions, machines: HostOptions, found: Mapping[str, Found], machine_of: Callable[[str], str]
+) -> list[str]:
+    """Return the machine of each engine of a cluster without tasks. Hosts of one machine divide its devices."""
+    sharing = Counter(map(machine_of, found))
     hosts: list[str] = []
     for host, (gpus, _, _) in found.items():
         count = machines.per_host if isinstance(machines.per_host, int | None) else machines.per_host.get(host)
         if count is None and options.devices is None:
-            count = machines.accelerators.get(host) or (None if gpus else machines.without_gpus.get(host))
-        with errors_of(host):
-            devices = plan_devices(count, options.devices, oversubscribe=options.oversubscribe, gpus=gpus)
-        hosts += [host] * len(devices)
+            count = max(1, gpus // sharing[machine_of(host)]) if gpus else machines.without_gpus.get(host)
+        if count is None:
+            with errors_of(host):
+                count = len(plan_devices(None, options.devices, oversubscribe=options.oversubscribe, gpus=gpus))
+        hosts += [host] * count
     return hosts

@@ -9,10 +9,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError
-from distnb.machines.hosts import HostOptions
+from distnb.machines.host_plan import HostOptions
 from distnb.machines.other_machines import OtherMachines, check_count
 from distnb.machines.resolved_machines import machines_of
-from distnb.topology import Task
 
 __all__ = ["NamedMachines", "with_engines"]
 
@@ -102,21 +101,32 @@ def with_engines(found: HostOptions, options: StartOptions, per_host: int | Mapp
     The tasks of the engines are assigned to the machines in turn: workers from the first machine on, and then servers
     from the first one on.
 
+    Args:
+        found: The machines, with the numbers of engines that a resolver reports. Named devices take precedence.
+        per_host: The numbers of engines that the user gives.
+
     Raises:
         OptionError: The numbers contradict each other.
     """
     check_count("n", options.n)
-    machines = _with_tasks(found, options.tasks)
+    if options.tasks and found.tasks:
+        raise OptionError(
+            f"{len(set(options.tasks))} workers and servers were asked for, but the cluster_resolver names them "
+            f"already: {', '.join(map(str, found.tasks))}. Leave out one of the two."
+        )
+    tasks = found.tasks or {task: found.hosts[task.index % len(found.hosts)] for task in options.tasks}
     for name, given in (("per_host", per_host), ("n", options.n)):
-        if machines.tasks and given is not None:
+        if tasks and given is not None:
             raise OptionError(
-                f"{name}={given} for a cluster of {', '.join(map(str, machines.tasks))}: a server is one engine, and "
+                f"{name}={given} for a cluster of {', '.join(map(str, tasks))}: a server is one engine, and "
                 f"replicas_per_worker gives the number of engines of a worker. Leave {name} out."
             )
     if options.n is not None:
-        per_host = _divided(options.n, machines.hosts, per_host)
-    replicas = machines.replicas if options.replicas_per_worker is None else options.replicas_per_worker
-    return replace(machines, per_host=per_host, replicas=replicas)
+        per_host = _divided(options.n, found.hosts, per_host)
+    elif per_host is None and options.devices is None:
+        per_host = found.per_host
+    replicas = found.replicas if options.replicas_per_worker is None else options.replicas_per_worker
+    return replace(found, tasks=tasks, per_host=per_host, replicas=replicas)
 
 
 def _divided(n: int, hosts: Sequence[str], per_host: int | Mapping[str, int] | None) -> Mapping[str, int]:
@@ -129,16 +139,3 @@ def _divided(n: int, hosts: Sequence[str], per_host: int | Mapping[str, int] | N
     if len(counts) < len(hosts) or sum(counts.values()) != n:
         raise OptionError(f"n={n}, but the machines have other numbers of engines: {counts}. Leave n out.")
     return counts
-
-
-def _with_tasks(machines: HostOptions, tasks: Sequence[Task]) -> HostOptions:
-    """Return the machines with tasks assigned to them."""
-    if not tasks:
-        return machines
-    if machines.tasks:
-        raise OptionError(
-            f"{len(set(tasks))} workers and servers were asked for, but the cluster_resolver names them already: "
-            f"{', '.join(map(str, machines.tasks))}. Leave out one of the two."
-        )
-    assigned = {task: machines.hosts[task.index % len(machines.hosts)] for task in tasks}
-    return replace(machines, tasks=assigned, replicas=tasks.count(tasks[0]))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from distnb.cluster.engine_plan import check_replicas_per_worker
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError
-from distnb.machines.host_plan import HostPlace
-from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.host_plan import HostOptions, HostPlace
+from distnb.machines.transport import Way
 from distnb.machines.users_code.sent_folders import read_folders
 from distnb.topology import Task
 

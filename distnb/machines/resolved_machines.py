@@ -8,7 +8,7 @@ from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.tasks import server_cluster_tasks
 from distnb.cluster.worker_placement import Worker, host_of, is_own, split_address, workers_of
 from distnb.errors import OptionError
-from distnb.machines.hosts import HostOptions
+from distnb.machines.host_plan import HostOptions
 from distnb.topology import PS, WORKER, Task
 
 __all__ = ["addresses_of", "check_resolver", "machines_of"]
@@ -42,9 +42,7 @@ def addresses_of(resolver: ClusterResolver) -> HostOptions:
                     f"The cluster gives several tasks the address of {task}, {address}. Give each its own; those of "
                     "one machine need different ports."
                 )
-        return HostOptions(
-            hosts=addresses, tasks=tasks, replicas=_replicas_per_worker(resolver, tasks), has_fixed_tasks=True
-        )
+        return HostOptions(hosts=addresses, tasks=tasks, replicas=_replicas_per_worker(resolver, tasks))
     found = {worker.address: [worker] for worker in _workers(resolver) if not is_own(worker, resolver)}
     if not found:
         raise OptionError(
@@ -53,7 +51,7 @@ def addresses_of(resolver: ClusterResolver) -> HostOptions:
         )
     for address in found:
         split_address(address)
-    return HostOptions(hosts=tuple(found), accelerators=_accelerators(resolver, found))
+    return HostOptions(hosts=tuple(found), per_host=_accelerators(resolver, found))
 
 
 def machines_of(resolver: ClusterResolver) -> HostOptions:
@@ -70,7 +68,7 @@ def machines_of(resolver: ClusterResolver) -> HostOptions:
     for worker in _workers(resolver):
         by_host.setdefault(host_of(worker.address), []).append(worker)
     tasks = {host: len(workers) for host, workers in by_host.items()}
-    return HostOptions(hosts=tuple(by_host), accelerators=_accelerators(resolver, by_host), without_gpus=tasks)
+    return HostOptions(hosts=tuple(by_host), per_host=_accelerators(resolver, by_host), without_gpus=tasks)
 
 
 def _workers(resolver: ClusterResolver) -> tuple[Worker, ...]:
@@ -83,10 +81,10 @@ def _workers(resolver: ClusterResolver) -> tuple[Worker, ...]:
     return workers
 
 
-def _accelerators(resolver: ClusterResolver, workers: Mapping[str, Sequence[Worker]]) -> Mapping[str, int]:
+def _accelerators(resolver: ClusterResolver, workers: Mapping[str, Sequence[Worker]]) -> Mapping[str, int] | None:
     """Return the accelerators by host, if the resolver knows those of other machines."""
     if not resolver.knows_accelerators:
-        return {}
+        return None
     counts = {
         name: sum(sum(resolver.num_accelerators(task.task_type, task.task_id).values()) for task in tasks)
         for name, tasks in workers.items()

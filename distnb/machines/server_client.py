@@ -16,7 +16,7 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from distnb.cluster.connection import Keys
+from distnb.cluster.connection import Keys, make_client
 from distnb.errors import OptionError, StartError
 from distnb.machines.secret import read_secret
 from distnb.machines.transport import LOST
@@ -55,9 +55,7 @@ def connect_patience_s() -> float:
 def _connect(socket: zmq.Socket[bytes], address: str, keys: Keys) -> zmq.Socket[bytes]:
     """Connect to a server. Return the monitor, which reports the beginning and the end of the connection."""
     socket.ipv6 = True
-    socket.curve_serverkey = keys.server_public.encode()
-    socket.curve_publickey = keys.client_public.encode()
-    socket.curve_secretkey = keys.client_secret.encode()
+    make_client(socket, keys)
     socket.linger = 500
     monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
         zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED

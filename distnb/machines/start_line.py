@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import shlex
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
@@ -16,15 +17,17 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "read_options"]
 
 _COMMON = ("per_host", "interface")
-_TAKES = {
-    "ssh": ("hosts", "resolver", "ssh_args", *_COMMON),
-    "slurm": ("hosts", "resolver", "launcher_args", *_COMMON),
-    "mpi": ("hosts", "resolver", "launcher_args", *_COMMON),
-    "server": ("resolver", "secret", *_COMMON),
-    "ray": ("ray", "cpus_per_engine", "gpus_per_engine", "spread", "wait", "interface"),
-    "ipyparallel": ("ipyparallel", "wait", "interface"),
+_LAUNCHED = ("hosts", "resolver", "launcher_args", *_COMMON)
+_WAYS = {
+    "ssh": ("ssh:SSH", ("hosts", "resolver", "ssh_args", *_COMMON)),
+    "slurm": ("srun:Slurm", _LAUNCHED),
+    "mpi": ("mpiexec:MPI", _LAUNCHED),
+    "server": ("server_transport:Servers", ("resolver", "secret", *_COMMON)),
+    "ray": ("ray_nodes:Ray", ("ray", "cpus_per_engine", "gpus_per_engine", "spread", "wait", "interface")),
+    "ipyparallel": ("ipyparallel_cluster:IPythonParallel", ("ipyparallel", "wait", "interface")),
 }
-_LAUNCHERS = ("local", "ssh", "slurm", "mpi", "server")
+"""The class of each way to machines, and its options. The words are those for `--launcher`."""
+_NAMING = ("hosts", "resolver", "ray", "ipyparallel")
 _GROUP = "distnb.launchers"
 """The entry points of launchers in other packages: subclasses of `NamedMachines`, by the word for `--launcher`."""
 _RESOLVERS = {
@@ -73,82 +76,56 @@ def read_options(line: dict[str, Any], user_ns: Mapping[str, Any]) -> OtherMachi
     Raises:
         OptionError: The options contradict each other, or are invalid.
     """
-    names = {"launcher", *(name for takes in _TAKES.values() for name in takes)}
+    names = {"launcher", *(name for _, takes in _WAYS.values() for name in takes)}
     read = {name: line.pop(name) for name in sorted(names)}
     given = {name: value for name, value in read.items() if not (value is None or value is False or value == [])}
-    launcher = given.pop("launcher", None)
     if "resolver" in given:
         given["resolver"] = _resolver(given["resolver"], user_ns)
-    kind = _kind(launcher, given)
-    if kind is None:
+    way = given.pop("launcher", None) or _usual_way(given)
+    if way == "local":
+        if given:
+            raise OptionError(
+                f"{_option(next(iter(given)))} is for engines on other machines. Name them, too: --hosts a,b, --ray or "
+                "--ipyparallel."
+            )
         return None
-    takes = _TAKES.get(kind, _TAKES["mpi"])
+    others = entry_points(group=_GROUP)
+    if way not in _WAYS and way not in others.names:
+        known = ", ".join(["local", *_WAYS, *sorted(others.names)])
+        raise OptionError(
+            f"--launcher {way} is unknown. The launchers are {known}. Inside an allocation of another cluster manager, "
+            "use mpi or ssh with its machines: --hosts a,b."
+        )
+    class_name, takes = _WAYS.get(way, ("", _LAUNCHED))
     for name in given:
         if name not in takes:
-            raise OptionError(f"{_option(name)} does not apply to {_way(kind)}, which takes {_list(takes)}.")
-    if kind == "ray":
-        from distnb.machines.transports.ray_nodes import Ray
-
-        return Ray(given.pop("ray"), **given)
-    if kind == "ipyparallel":
-        from distnb.machines.transports.ipyparallel_cluster import IPythonParallel
-
-        return IPythonParallel(given.pop("ipyparallel"), **given)
-    return _named(kind, given)
-
-
-def _kind(launcher: str | None, given: Mapping[str, Any]) -> str | None:
-    """Return the way to the machines, a key of `_TAKES`; None for this machine."""
-    if launcher not in (None, *_LAUNCHERS) and launcher not in (others := entry_points(group=_GROUP).names):
-        raise OptionError(
-            f"--launcher {launcher} is unknown. The launchers are {', '.join([*_LAUNCHERS, *sorted(others)])}. Inside "
-            "an allocation of another cluster manager, use mpi or ssh with its machines: --hosts a,b."
-        )
-    for kind in ("ipyparallel", "ray"):
-        if kind in given:
-            if launcher is not None:
-                raise OptionError(f"--launcher {launcher} does not apply to {_way(kind)}. Leave it out.")
-            return kind
-    for name in _TAKES["ray"][1:-1]:
-        if name in given:
-            other = ", or --ipyparallel" if name == "wait" else ""
-            raise OptionError(f"{_option(name)} is for engines on a Ray cluster. Give --ray{other}, too.")
-    if launcher is None:
-        launcher = "local" if "hosts" not in given else "ssh"
-        if "resolver" in given:
-            from distnb.cluster.resolvers import SlurmClusterResolver
-
-            launcher = "slurm" if isinstance(given["resolver"], SlurmClusterResolver) else "server"
-        if launcher == "local" and given:
-            raise OptionError(f"{_option(*given)} is for engines on other machines. Name them, too: --hosts a,b.")
-    if launcher != "local":
-        return launcher
-    if given:
-        raise OptionError(
-            f"--launcher local starts engines on this machine, but {_option(*given)} is for other machines. Leave one "
-            "out."
-        )
-    return None
+            raise OptionError(
+                f"{_option(name)} does not apply to --launcher {way}, which takes {' and '.join(map(_option, takes))}."
+            )
+    naming = [name for name in _NAMING if name in given]
+    if len(naming) > 1:
+        raise OptionError(f"{' and '.join(map(_option, naming))} both name machines. Leave one out.")
+    if not naming and way != "slurm":
+        cure = "--hosts a,b" if "hosts" in takes else _option(takes[0])
+        raise OptionError(f"--launcher {way} is for engines on other machines. Name them, too: {cure}.")
+    machines = [given.pop(name) for name in naming]
+    for name in {"ssh_args", "launcher_args"} & given.keys():
+        given["arguments"] = given.pop(name)
+    make: Callable[..., OtherMachines] = (
+        pkgutil.resolve_name(f"distnb.machines.transports.{class_name}") if class_name else others[way].load()
+    )
+    return make(*machines, **given)
 
 
-def _named(kind: str, given: dict[str, Any]) -> OtherMachines:
-    from distnb.machines.transports.mpiexec import MPI
-    from distnb.machines.transports.server_transport import Servers
-    from distnb.machines.transports.srun import Slurm
-    from distnb.machines.transports.ssh import SSH
+def _usual_way(given: Mapping[str, Any]) -> str:
+    for word, naming in {"ipyparallel": "ipyparallel", "ray": "ray", "ssh": "hosts"}.items():
+        if naming in given:
+            return word
+    if "resolver" in given:
+        from distnb.cluster.resolvers import SlurmClusterResolver
 
-    if "resolver" in given and "hosts" in given:
-        raise OptionError(f"{_option('hosts')} and --resolver both name machines. Leave one out.")
-    machines = given.pop("resolver", given.pop("hosts", None))
-    if machines is None and kind != "slurm":
-        option = "--resolver WORD" if kind == "server" else "--hosts a,b"
-        raise OptionError(f"--launcher {kind} is for engines on other machines. Name them, too: {option}.")
-    if kind == "server":
-        return Servers(machines, **given)
-    arguments = given.pop("ssh_args", given.pop("launcher_args", ()))
-    usual: Mapping[str, Callable[..., OtherMachines]] = {"ssh": SSH, "slurm": Slurm, "mpi": MPI}
-    make = usual[kind] if kind in usual else entry_points(group=_GROUP)[kind].load()
-    return make(machines, arguments=arguments, **given)
+        return "slurm" if isinstance(given["resolver"], SlurmClusterResolver) else "server"
+    return "local"
 
 
 def _resolver(word: str, user_ns: Mapping[str, Any]) -> ClusterResolver:
@@ -168,15 +145,5 @@ def _resolver(word: str, user_ns: Mapping[str, Any]) -> ClusterResolver:
     )
 
 
-def _option(name: str, *others: str) -> str:
+def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _list(names: tuple[str, ...]) -> str:
-    return " and ".join(map(_option, names))
-
-
-def _way(kind: str) -> str:
-    return {"ray": "engines on a Ray cluster", "ipyparallel": "engines on an ipyparallel cluster"}.get(
-        kind, f"--launcher {kind}"
-    )

@@ -14,7 +14,7 @@ from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.process_environment import PYTHON_MODULE
 from distnb.errors import StartError
 
-__all__ = ["LOST", "MACHINE_AGENT", "Found", "Transport", "check_versions"]
+__all__ = ["LOST", "MACHINE_AGENT", "Found", "Transport", "Way", "check_versions"]
 
 MACHINE_AGENT = (*PYTHON_MODULE, "distnb.machines.agents.machine_agent")
 """The machine agent's command, the same on every machine."""
@@ -45,6 +45,9 @@ class Transport(ABC):
         """Return the names of new hosts, one for each of several further engines.
 
         Return () if these engines run on the machines of the start.
+
+        Raises:
+            StartError: The cluster cannot have more engines.
         """
         return ()
 
@@ -83,6 +86,17 @@ class Transport(ABC):
     @abstractmethod
     def unreached(self, host: str, status: int) -> str:
         """Return the error for a machine where no machine agent answered. `status` is the command's exit status."""
+
+
+class Way(NamedTuple):
+    """A transport to open: its class, and the arguments. Pickle can copy it to a detached cluster's daemon."""
+
+    kind: Callable[..., Transport]
+    arguments: tuple[Any, ...] = ()
+
+    def open(self) -> Transport:
+        """Return a new transport."""
+        return self.kind(*self.arguments)
 
 
 class Found(NamedTuple):

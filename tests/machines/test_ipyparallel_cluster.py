@@ -177,16 +177,11 @@ def test_another_environment_is_an_error(client: ipyparallel.Client) -> None:
 def test_a_cluster_that_does_not_exist_is_an_error(
     file: Path, cluster: ipyparallel.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "There is no IPython profile 'gpus' in " in start_fails("gpus")
-    assert f", {_PROFILE}. Give one of these" in start_fails("gpus")
-    assert "There is no connection file" in start_fails(tmp_path / "ipcontroller-client.json")
+    for unknown in ("gpus", tmp_path / "ipcontroller-client.json", ipyparallel.Cluster(cluster_id="x", log_level=40)):
+        assert "No ipyparallel cluster is running there" in start_fails(unknown)
     engines_file = file.with_name(file.name.replace("client", "engine"))
-    assert "it has no 'notification'. Give an ipcontroller-client.json" in start_fails(engines_file)
-    assert "is not running. Start it first" in start_fails(ipyparallel.Cluster(cluster_id="x", log_level=40))
+    assert "is not a connection file for ipyparallel's clients" in start_fails(engines_file)
     monkeypatch.setattr(ipyparallel_client, "_CONNECT_S", 0.5)
     stale = tmp_path / "stale.json"
     stale.write_text(json.dumps({**json.loads(file.read_text()), "registration": 9}))
-    assert "No ipyparallel controller answers at tcp://127.0.0.1:9" in start_fails(stale)
-    Path(get_ipython_dir(), "profile_ended", "security").mkdir(parents=True)
-    assert "No ipyparallel cluster with the profile 'ended' is running" in start_fails("ended")
-    shutil.rmtree(Path(get_ipython_dir(), "profile_ended"))
+    assert "No ipyparallel controller answers at the address in" in start_fails(stale)

@@ -17,12 +17,11 @@ from distnb.cluster.start_options import StartOptions
 from distnb.cluster.tasks import server_cluster_tasks, tasks_in, tasks_of
 from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.machines.agents.machine_launcher import MachineLinks
-from distnb.machines.host_plan import HostPlan
-from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.host_plan import HostOptions, HostPlan
 from distnb.machines.other_machines import OtherMachines
 from distnb.machines.secret import read_secret, secret_path
 from distnb.machines.server_client import connect_patience_s
-from distnb.machines.transport import Found
+from distnb.machines.transport import Found, Way
 from distnb.machines.transports.mpiexec import MPI
 from distnb.machines.transports.server_transport import Servers, ServerTransport
 from distnb.machines.transports.srun import Slurm
@@ -99,7 +98,7 @@ def test_tasks_are_assigned_to_machines(monkeypatch: pytest.MonkeyPatch, tmp_pat
     secret = tmp_path / "secret"
     on, addresses = Servers(resolver, secret=secret), ("a:1", "a:2", "b:1")
     expected = dict(zip((W0, W1, PS0), addresses, strict=True))
-    assert hosts_of(on) == HostOptions(hosts=addresses, tasks=expected, has_fixed_tasks=True)
+    assert hosts_of(on) == HostOptions(hosts=addresses, tasks=expected)
     names = {"a:1": "worker 0", "a:2": "worker 1", "b:1": "ps 0"}
     assert on.way(hosts_of(on)) == Way(ServerTransport, (secret, names))
     with pytest.raises(OptionError, match="several tasks the address of worker 0, a:1"):
@@ -145,8 +144,22 @@ def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, 
         "cpu:1",
         "cpu:0",
     ]
+    with pytest.raises(StartError, match="each at an address of its own, cannot gain workers"):
+        plan.place_further(plan.engines, 1)
     crowded = planned(monkeypatch, MPI("a"), gpus=0, workers=2, ps=1)
     assert "3 engines share the 2 cores of a" in crowded.notices[0]
+
+
+def test_servers_of_one_machine_divide_its_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("s" * 40)
+    on = Servers(SimpleClusterResolver({"worker": ["a:1", "a:2", "b:1"]}), secret=secret)
+    plan = planned(monkeypatch, on, gpus=2)
+    placed = [(each.host, str(each.device)) for each in plan.engines]
+    assert placed == [("a:1", "cuda:0"), ("a:2", "cuda:1"), ("b:1", "cuda:0"), ("b:1", "cuda:1")]
+    with pytest.raises(StartError, match="a: 2 engines were asked for but this machine has 1 GPU"):
+        planned(monkeypatch, on, gpus=1)
 
 
 def test_workers_may_have_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

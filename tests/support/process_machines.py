@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.host_plan import HostOptions
 from distnb.machines.named_machines import NamedMachines
-from distnb.machines.transport import MACHINE_AGENT, Transport
+from distnb.machines.transport import MACHINE_AGENT, Transport, Way
 
 __all__ = ["ProcessMachines"]
 

@@ -1,18 +1,16 @@
 """The cluster of tasks or actors of Ray that train together. They exchange their addresses through another actor.
 
     program that starts them ── creates ──▶ RayMeeting, an actor without CPUs
-    worker 0 ── its address, again and again ──▶ RayMeeting ── all addresses, once all workers are there ──▶ worker 0
-    worker 1 ── its address, again and again ──▶ RayMeeting ── all addresses, once all workers are there ──▶ worker 1
+    worker 0 ── its address, again and again ──▶ RayMeeting ── the addresses of those that are there ──▶ worker 0
 
-Ray restarts actors, and Ray Train restarts all of them after a failure. So the meeting forgets a process that has not
-called for a while, and a process that comes after a complete meeting begins another one.
+A meeting takes place once: workers that Ray starts again after a failure need another resolver.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
-import sys
 import time
 from typing import Any
 
@@ -22,25 +20,15 @@ from distnb.errors import ClusterError, OptionError
 
 __all__ = ["RayClusterResolver", "RayMeeting"]
 
-_FORGET_S = 5.0
 _WAIT_S = 1800.0  # as long as the workers of a TF_CONFIG wait for each other
-_FIRST_NOTICE_S = 10.0
-_NOTICE_S = 60.0
-_LONGEST_PAUSE_S = 0.5
+_PAUSE_S = 0.1
 
 
 class RayMeeting:
-    """The meeting of a number of processes. The resolver makes it an actor.
+    """The meeting of processes. The resolver makes it an actor."""
 
-    Args:
-        workers: The number of processes.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self) -> None:
         self._here: dict[int, tuple[str, str]] = {}
-        self._complete: dict[int, tuple[str, str]] = {}
-        self._seen: dict[str, float] = {}
 
     def attend(self, process: str, index: int | None, address: str) -> dict[int, tuple[str, str]]:
         """Return the processes that are here and their addresses, by index. Called until all of them are here.
@@ -50,18 +38,10 @@ class RayMeeting:
             index: Its index; None for the first one that is free.
             address: Its address.
         """
-        if any(process == each for each, _ in self._complete.values()):
-            return self._complete
-        now = self._seen[process] = time.monotonic()
-        self._here = {each: who for each, who in self._here.items() if now - self._seen[who[0]] < _FORGET_S}
         if all(process != each for each, _ in self._here.values()):
-            free = [each for each in range(self._workers) if each not in self._here and index in (None, each)]
-            if free:
-                self._here[free[0]] = (process, address)
-        if len(self._here) < self._workers:
-            return self._here
-        self._complete, self._here = self._here, {}
-        return self._complete
+            free = next(number for number in itertools.count() if number not in self._here)
+            self._here.setdefault(free if index is None else index, (process, address))
+        return self._here
 
 
 class RayClusterResolver(ClusterResolver):
@@ -94,7 +74,7 @@ class RayClusterResolver(ClusterResolver):
         ray = _ray()
         if not ray.is_initialized():
             raise OptionError("This process is not connected to a Ray cluster. Call ray.init() before, or its like.")
-        self._meeting = ray.remote(num_cpus=0)(RayMeeting).remote(self._workers)
+        self._meeting = ray.remote(num_cpus=0)(RayMeeting).remote()
         self._place: tuple[int, ClusterSpec] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,8 +113,7 @@ class RayClusterResolver(ClusterResolver):
 
     def _wait(self, me: str, index: int | None, address: str) -> dict[int, tuple[str, str]]:
         ray = _ray()
-        began = time.monotonic()
-        next_notice, pause_s = began + _FIRST_NOTICE_S, 0.01
+        deadline = time.monotonic() + _WAIT_S
         while True:
             try:
                 found: dict[int, tuple[str, str]] = ray.get(self._meeting.attend.remote(me, index, address))
@@ -143,18 +122,19 @@ class RayClusterResolver(ClusterResolver):
                     f"The actor at which the workers of a RayClusterResolver meet has ended: {error}. Keep the program "
                     "that made the resolver until the workers have ended."
                 ) from error
-            if index in found and found[index][0] != me:
-                raise OptionError(f"Another process is worker {index} already. Give each of them its own task_id.")
+            if len(found) > self._workers or (index in found and found[index][0] != me):
+                raise OptionError(
+                    f"This RayClusterResolver({self._workers}) has its workers already, or another one has this "
+                    "task_id. Make a new resolver for each set of workers, and give each its own task_id."
+                )
             if len(found) == self._workers:
                 return found
-            here, now = f"{len(found)} of {self._workers} workers of the Ray cluster are here", time.monotonic()
-            if now - began > _WAIT_S:
-                raise ClusterError(f"Only {here} after {_WAIT_S:.0f} s. Does Ray have the resources for all of them?")
-            if now > next_notice:
-                next_notice = now + _NOTICE_S
-                print(f"distnb: {here}; waiting for the others.", file=sys.stderr, flush=True)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"Only {len(found)} of {self._workers} workers of the Ray cluster are here after {_WAIT_S:.0f} s. "
+                    "Does Ray have the resources for all of them?"
+                )
+            time.sleep(_PAUSE_S)
 
     def _own_index(self) -> int | None:
         index = self._task_id

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from distnb.cluster.connection import Connection
+from distnb.cluster.connection import Connection, Keys, make_client
 from distnb.cluster.local.launcher import LOST_AFTER_S
 from distnb.errors import StartError
 
@@ -29,18 +29,15 @@ _POLL_MS = 200
 
 
 @contextmanager
-def heartbeat(connection: Connection, on_lost: Callable[[str], None]) -> Iterator[None]:
+def heartbeat(url: str, keys: Keys | Connection, on_lost: Callable[[str], None]) -> Iterator[None]:
     """Watch the notebook from a thread, which calls `on_lost` once with the reason.
 
     Raises:
         StartError: On entering, if the notebook cannot be reached.
     """
-    url = connection.heartbeat_url
     closing = threading.Event()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.curve_serverkey = connection.server_public.encode()
-        socket.curve_publickey = connection.client_public.encode()
-        socket.curve_secretkey = connection.client_secret.encode()
+        make_client(socket, keys)
         socket.linger = 0
         socket.ipv6 = True
         socket.tcp_keepalive = 1

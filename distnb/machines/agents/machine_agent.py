@@ -10,7 +10,7 @@ For a suspended notebook, the notebook's kernel still answers the probes.
 
     main thread     follows orders, one after the other, until a reason to end comes
     input, output   read orders, and write reports: a notebook that does not read delays nothing else
-    watcher         learns of ends, and forwards the engines' output (`distnb.cluster.local.processes`)
+    watcher         learns of ends, and reports the engines' output (`distnb.cluster.local.processes`)
 
 An argument is the id of a process with which the agent ends, too. A server passes its own, because processes that it
 forked would keep the pipe open after its end.
@@ -18,8 +18,8 @@ forked would keep the pipe open after its end.
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
+import json
 import logging
 import os
 import platform
@@ -32,9 +32,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from distnb import __version__
 from distnb.cluster.connection import Connection
@@ -51,7 +50,7 @@ from distnb.cluster.process_environment import without_task_variables
 from distnb.cluster.worker_placement import network_environment
 from distnb.errors import DistnbError, StartError
 from distnb.machines.agents.heartbeat import heartbeat
-from distnb.machines.agents.machine_messages import Assignment, decode_order, encode_report
+from distnb.machines.agents.machine_messages import Assignment, encode_report
 from distnb.process_log import open_log
 from distnb.topology import parse_device
 
@@ -60,9 +59,8 @@ __all__ = ["facts", "main"]
 _logger = logging.getLogger("distnb.cluster.machine_agent")
 
 _BEAT_S = 1.0
-_CHUNK = 1 << 16
+_MOST_CHARS = 1 << 20  # in a report
 _MOST_WAITING = 100  # reports that the notebook has not read: more output is read later
-_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -110,62 +108,19 @@ class _Reports:
                     unwritten = unwritten[os.write(1, unwritten) :]
 
 
-class _Output:
-    """The output of one engine outside programs: a named pipe, which the watcher's thread reads.
-
-    A file would have to be polled, and the engines' processes would keep this process's own standard error open, for
-    which ssh would wait.
-    """
-
-    def __init__(self, engine: int, path: Path, processes: Processes, reports: _Reports) -> None:
-        self.path = path
-        self._engine, self._loop, self._reports = engine, processes.loop, reports
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        os.mkfifo(path, 0o600)
-        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # for writing, too, so that it never ends
-        self._loop.call_soon_threadsafe(self._listen)
-
-    def _listen(self) -> None:
-        if self._pipe >= 0:
-            self._loop.add_reader(self._pipe, self._forward)
-
-    def _forward(self) -> None:
-        self._read()
-        if self._reports.are_many:
-            self._loop.remove_reader(self._pipe)
-            self._loop.call_later(_PAUSE_S, self._listen)
-
-    def _read(self) -> bool:
-        try:
-            data = os.read(self._pipe, _CHUNK)
-        except BlockingIOError:
-            return False
-        self._reports.send("output", self._engine, self._decoder.decode(data))
-        return True
-
-    def close(self) -> None:
-        """Forward what is left, in the watcher's thread."""
-        while self._read():
-            pass
-        self._loop.remove_reader(self._pipe)
-        os.close(self._pipe)
-        self._pipe = -1
-        self.path.unlink()
-
-
 class _MachineAgent:
     """The owner of the machine's engines, for one cluster. `follow` and `close` run in the main thread."""
 
     def __init__(self, assignment: Assignment, reports: _Reports, ends: queue.SimpleQueue[Any]) -> None:
         self._assignment, self._reports = assignment, reports
         self._pids: dict[int, int] = {}  # of the engines that run
-        self._outputs: dict[int, _Output] = {}
+        self._logs: dict[int, TextIO] = {}  # what the engines write outside programs; the watcher's thread reads it
         self._resources = ExitStack()
         interface = interface_of(address_towards(assignment.notebook))
         _take_environment(assignment)
         lost = lambda why: ends.put(_End(why, "exited with code 1"))  # noqa: E731
         try:
-            self._resources.enter_context(heartbeat(assignment.connection, lost))
+            self._resources.enter_context(heartbeat(assignment.connection.heartbeat_url, assignment.connection, lost))
             self._processes = Processes()
             self._resources.callback(self._processes.close)
             (self._processes.directory / "log").mkdir()
@@ -176,6 +131,7 @@ class _MachineAgent:
             self._resources.close()
             raise
         self._launcher = ThisMachine(network=network_environment(interface))
+        self._processes.loop.call_soon_threadsafe(self._forward_output)
 
     def follow(self, order: Sequence[Any]) -> None:
         """Follow an order. Ends of engines take seconds, so a thread waits for them."""
@@ -191,8 +147,8 @@ class _MachineAgent:
         orders = []
         for engine, name in devices.items():
             device = parse_device(name)
-            path = self._processes.directory / "log" / f"engine-{engine}.pipe"
-            self._outputs[engine] = _Output(engine, path, self._processes, self._reports)
+            path = self._processes.directory / "log" / f"engine-{engine}.log"
+            self._logs[engine] = open(path, "w+", errors="replace")  # noqa: SIM115  (closed when the engine has ended)
             self._launcher.places[engine] = PlacedEngine(engine, device)
             orders.append(EngineOrder(engine=engine, device=device, log=path, agent=self._assignment.agent))
         try:
@@ -215,13 +171,25 @@ class _MachineAgent:
 
     def _forget(self, engine: int, words: str) -> None:
         self._launcher.remove(engine)
-        output = self._outputs.pop(engine)
+        self._processes.loop.call_soon_threadsafe(self._report_end, engine, self._logs.pop(engine), words)
 
-        def report() -> None:
-            output.close()  # what the engine wrote precedes its end
-            self._reports.send("ended", engine, words)
+    def _report_end(self, engine: int, log: TextIO, words: str) -> None:
+        with log:
+            while self._report_output(engine, log):  # what the engine wrote precedes its end
+                pass
+        self._reports.send("ended", engine, words)
 
-        self._processes.loop.call_soon_threadsafe(report)
+    def _forward_output(self) -> None:
+        """Report what engines have written, once a second, unless the notebook has not read the earlier reports."""
+        if not self._reports.are_many:
+            for engine, log in self._logs.copy().items():
+                self._report_output(engine, log)
+        self._processes.loop.call_later(_BEAT_S, self._forward_output)
+
+    def _report_output(self, engine: int, log: TextIO) -> bool:
+        if text := log.read(_MOST_CHARS):
+            self._reports.send("output", engine, text)
+        return bool(text)
 
     def _end(self, engines: Sequence[int]) -> None:
         with self._processes.changed:  # no engine gets a new process meanwhile
@@ -263,7 +231,7 @@ def _read_orders(events: queue.SimpleQueue[Any]) -> None:
     """Read orders until standard input ends, which without an order to close means a lost notebook."""
     with open(0, "rb", closefd=False) as source:
         for line in source:
-            order = decode_order(line)
+            order = json.loads(line)
             if order == ["close"]:
                 events.put(_End(requested=True))
                 return
@@ -286,7 +254,7 @@ def _serve(events: queue.SimpleQueue[Any], reports: _Reports) -> _End:
             pass
         while not isinstance(event, _End):
             if agent is None:
-                agent = _MachineAgent(Assignment.decode(event[1]), reports, events)
+                agent = _MachineAgent(Assignment.of(event[1]), reports, events)
             else:
                 agent.follow(event)
             event = events.get()

@@ -11,6 +11,7 @@ an argument or a variable on any machine.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import re
@@ -120,7 +121,7 @@ class MachineLink:
                 return
         if not self._begun:
             self._begun = True
-            self._send("begin", assignment.encode())
+            self._send("begin", dataclasses.asdict(assignment))
         self._send("launch", [*devices.items()], sharing)
 
     def expect_end(self, engines: Sequence[int]) -> None:

@@ -18,7 +18,6 @@ way may print, too:
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from typing import Any
 
 from distnb.cluster.connection import Connection
 
-__all__ = ["Assignment", "decode_order", "decode_report", "encode_order", "encode_report"]
+__all__ = ["Assignment", "decode_report", "encode_order", "encode_report"]
 
 _PREFIX = b"distnb ["
 
@@ -49,13 +48,9 @@ class Assignment:
     hash_seed: str
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    def encode(self) -> dict[str, Any]:
-        """Return the assignment as JSON can represent it."""
-        return dataclasses.asdict(self)
-
     @classmethod
-    def decode(cls, found: Mapping[str, Any]) -> Assignment:
-        """Return the assignment that `encode` represented."""
+    def of(cls, found: Mapping[str, Any]) -> Assignment:
+        """Return the assignment whose fields an order contains."""
         return cls(**{**found, "connection": Connection(**found["connection"])})
 
 
@@ -64,24 +59,16 @@ def encode_order(*words: Any) -> bytes:
     return json.dumps(words).encode() + b"\n"
 
 
-def decode_order(line: bytes) -> list[Any]:
-    """Return an order."""
-    order: list[Any] = json.loads(line)
-    return order
-
-
 def encode_report(*words: Any) -> bytes:
     """Return a line of the agent."""
-    return b"distnb " + json.dumps(words).encode() + b"\n"
+    return b"distnb " + encode_order(*words)
 
 
 def decode_report(line: bytes) -> list[Any] | None:
     """Return a report; None if another program wrote the line."""
     at = line.find(_PREFIX)  # mpiexec and srun may be asked to label lines
-    if at < 0:
-        return None
     try:
-        report: list[Any] = json.loads(line[at + len(_PREFIX) - 1 :])
+        report: list[Any] | None = json.loads(line[at + len(_PREFIX) - 1 :]) if at >= 0 else None
     except ValueError:
         return None
     return report

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +19,7 @@ __all__ = ["EngineRequests", "check_cluster", "connected"]
 
 _ENGINE_MODULE = "distnb.machines.transports.ipyparallel_engine"
 _CONNECT_S = 10.0
-_ABORT_S = 2.0
-_PLACE_S = 30.0
 _POLL_S = 0.5
-_KEYS = ("interface", "registration", "notification", "key", "pack", "unpack", "signature_scheme", "task_scheme")
 
 
 def check_cluster(cluster: Any) -> None:
@@ -54,15 +48,19 @@ def connected(cluster: Any) -> Iterator[Any]:
         def activate(self, targets: Any = "all", suffix: str = "") -> None:
             """Leave `%px` to the user's clients. ipyparallel calls this for the first client of a notebook."""
 
-    info, source = _connection_info(cluster)
-    where = f"{info['interface']}:{info['registration']}"
+    path = _connection_file(cluster)
     try:
-        client = Client(info, timeout=_CONNECT_S)
-    except (TimeoutError, OSError, zmq.ZMQError) as error:
+        # The engines must reach the notebook, so a tunnel would not help.
+        client = Client({**json.loads(path.read_text()), "ssh": ""}, timeout=_CONNECT_S)
+    except (KeyError, TypeError, ValueError) as error:
         raise StartError(
-            f"No ipyparallel controller answers at {where} ({error}), the address in {source}. A cluster that has "
-            "ended may leave its file behind. Start the cluster (`ipcluster start`), or name another one. If it runs: "
-            "this machine must reach its controller without ssh."
+            f"{path} is not a connection file for ipyparallel's clients ({error!r}). Give an ipcontroller-client.json."
+        ) from error
+    except (OSError, zmq.ZMQError) as error:
+        raise StartError(
+            f"No ipyparallel controller answers at the address in {path}: {error}. A cluster that has ended may leave "
+            "its file behind. Start the cluster (`ipcluster start`), or name another one. If it runs: this machine "
+            "must reach its controller without ssh."
         ) from error
     try:
         yield client
@@ -70,78 +68,25 @@ def connected(cluster: Any) -> Iterator[Any]:
         client.close()
 
 
-def _connection_info(cluster: Any) -> tuple[dict[str, Any], str]:
-    """Return the connection information for clients, and its source in words."""
-    if isinstance(cluster, str | os.PathLike):
-        path = _connection_file(os.fspath(cluster))
-        try:
-            info, source = json.loads(path.read_text()), _dated(path)
-        except (OSError, ValueError) as error:
-            raise StartError(f"The connection file {path} cannot be read: {error}.") from error
-    else:
-        info, source = _controllers_information(cluster), repr(cluster)
-    missing = [name for name in _KEYS if name not in info] if isinstance(info, dict) else ["interface"]
-    if missing:
-        raise StartError(
-            f"{source} is not a connection file for ipyparallel's clients: it has no {missing[0]!r}. Give an "
-            "ipcontroller-client.json."
-        )
-    return {**info, "ssh": ""}, source  # the engines must reach the notebook, so a tunnel does not help
-
-
-def _controllers_information(cluster: Any) -> Any:
-    if cluster.controller is None:
-        raise StartError(f"{cluster!r} is not running. Start it first: cluster.start_cluster_sync(n=2).")
-    information = cluster.controller.get_connection_info(timeout=_CONNECT_S)
-    try:
-        if inspect.isawaitable(information):
-            # This thread may be running an event loop, as in a notebook.
-            with ThreadPoolExecutor(1) as executor:
-                information = executor.submit(asyncio.run, information).result()  # type: ignore[arg-type]
-        return information["client"]
-    except (OSError, TimeoutError) as error:
-        raise StartError(f"The controller of {cluster!r} does not answer: {error}. Has the cluster ended?") from error
-
-
-def _connection_file(named: str) -> Path:
-    """Return the connection file for clients that a path or the name of an IPython profile names."""
-    if named.endswith(".json") or os.sep in named:
-        path = Path(named).expanduser()
-        if path.is_file():
-            return path
-        raise StartError(
-            f"There is no connection file {path}. A running ipyparallel cluster has one in the folder `security` of "
-            "its profile; on another machine, copy it here (mode 0600)."
-        )
-    from IPython.core.profiledir import ProfileDir, ProfileDirError
+def _connection_file(cluster: Any) -> Path:
+    """Return the connection file for clients of a cluster that `check_cluster` has accepted."""
     from IPython.paths import get_ipython_dir
 
-    try:
-        folder = Path(ProfileDir.find_profile_dir_by_name(get_ipython_dir(), named).security_dir)
-    except ProfileDirError:
-        profiles = sorted(path.name.removeprefix("profile_") for path in Path(get_ipython_dir()).glob("profile_*"))
-        raise StartError(
-            f"There is no IPython profile {named!r} in {get_ipython_dir()}, which has {', '.join(profiles) or 'none'}. "
-            "Give one of these, or the path of the cluster's ipcontroller-client.json."
-        ) from None
-    # The first name is ipcluster's; a cluster that was started by ipyparallel.Cluster also has its id in the name.
-    usual, others = folder / "ipcontroller-client.json", sorted(folder.glob("ipcontroller-*-client.json"))
-    found = [usual] if usual.exists() else others
+    if not isinstance(cluster, str | os.PathLike):
+        folder, name = Path(cluster.profile_dir, "security"), f"ipcontroller-{cluster.cluster_id}-client.json"
+    elif (named := os.fspath(cluster)).endswith(".json") or os.sep in named:
+        folder, name = Path(named).expanduser().parent, Path(named).name
+    else:  # the file of a cluster that `ipyparallel.Cluster` has started has the cluster's id in its name
+        folder, name = Path(get_ipython_dir(), f"profile_{named}", "security"), "ipcontroller-*client.json"
+    found = sorted(folder.glob(name))
     if len(found) == 1:
         return found[0]
     if found:
-        raise StartError(
-            f"Several ipyparallel clusters have the profile {named!r}. Name the connection file of one: "
-            f"{', '.join(map(_dated, found))}."
-        )
+        raise StartError(f"Several ipyparallel clusters are there. Name the file of one: {', '.join(map(str, found))}.")
     raise StartError(
-        f"No ipyparallel cluster with the profile {named!r} is running: {folder} has no ipcontroller-client.json. "
-        f"Start one: `ipcluster start --profile={named} -n 4`."
+        f"No ipyparallel cluster is running there: {folder} has no {name}. Start one (`ipcluster start`), name its "
+        "profile, or give the path of its ipcontroller-client.json, copied here if the profile is on another machine."
     )
-
-
-def _dated(path: Path) -> str:
-    return f"{path} (of {time.strftime('%Y-%m-%d %H:%M', time.localtime(path.stat().st_mtime))})"
 
 
 class EngineRequests:
@@ -161,10 +106,9 @@ class EngineRequests:
         while len(engines := sorted(self.client.ids)) < least:
             waited_s = time.monotonic() - begin
             if waited_s > (wait_s or 0.0):
-                found = f"{len(engines)} engine{'s' * (len(engines) != 1)} ({_list(engines)}), but {least} are needed"
                 raise StartError(
-                    f"The ipyparallel cluster has {found if engines else 'no engines'}. Start more (`ipcluster engines "
-                    "-n 2`), or wait for those in a batch system's queue: --wait 600, or wait=600."
+                    f"The ipyparallel cluster has the engines ({_list(engines)}), but {least} are needed. Start more "
+                    "(`ipcluster engines -n 2`), or wait for those in a batch system's queue: --wait 600, or wait=600."
                 )
             self.on_progress(f"waiting for ipyparallel's engines: {len(engines)} of {least} ({waited_s:.0f} s)")
             time.sleep(_POLL_S)
@@ -179,60 +123,36 @@ class EngineRequests:
             StartError: An engine is busy, has ended, or has no distnb.
         """
         text = f"__import__('importlib').import_module({_ENGINE_MODULE!r}).{call}"
-        results = self._evaluate(engines, text, values, patience_s)
-        return {engine: self._value(engine, result) for engine, result in results.items()}
-
-    def _evaluate(
-        self, engines: Sequence[int], text: str, values: Mapping[str, Any], patience_s: float
-    ) -> dict[int, Any]:
         try:
             results = {engine: self.client[engine].apply_async(eval, text, dict(values)) for engine in engines}
-        except (RuntimeError, OSError) as error:
-            raise StartError(f"This ipyparallel.Client cannot be used: {error}. Make a new one.") from error
-        except IndexError as error:
-            raise StartError(f"An ipyparallel engine has just ended: {error}. Start again with the others.") from error
+        except (RuntimeError, OSError, IndexError) as error:
+            raise StartError(f"ipyparallel's engines cannot be reached: {error}. Use a new client.") from error
         begin = time.monotonic()
-        try:
-            while waiting := [engine for engine, result in results.items() if not result.ready()]:
-                waited_s = time.monotonic() - begin
-                if waited_s > patience_s:
-                    which = f"engine {waiting[0]}" if len(waiting) == 1 else f"engines {_list(waiting)}"
-                    raise StartError(
-                        f"ipyparallel's {which} did not answer within {patience_s:.0f} s. Another task may be running "
-                        "there, or the machine was lost. End the task, or wait for it: --wait 600, or wait=600."
-                    )
-                self.on_progress(f"waiting for ipyparallel's engines {_list(waiting)} ({waited_s:.0f} s)")
-                results[waiting[0]].wait(_POLL_S)
-        finally:
-            self._abort(results)
-        return results
+        while waiting := [engine for engine, result in results.items() if not result.ready()]:
+            waited_s = time.monotonic() - begin
+            if waited_s > patience_s:
+                raise StartError(
+                    f"ipyparallel's engine {_list(waiting)} did not answer within {patience_s:.0f} s. Another task may "
+                    "be running there, or the machine was lost. End the task, or wait for it: --wait 600, or wait=600."
+                )
+            self.on_progress(f"waiting for ipyparallel's engines {_list(waiting)} ({waited_s:.0f} s)")
+            results[waiting[0]].wait(_POLL_S)
+        return {engine: _value(engine, result) for engine, result in results.items()}
 
-    def _abort(self, results: Mapping[int, Any]) -> None:
-        """Remove requests that have not begun from the engines' queues."""
-        aborts = []
-        for engine, result in results.items():
-            if not result.ready() and engine in self.client.ids:
-                aborts.append(self.client.abort(result, targets=engine, block=False))
-        for abort in aborts:
-            with suppress(TimeoutError):
-                abort.result(_ABORT_S)
 
-    def _value(self, engine: int, result: Any) -> dict[str, Any]:
-        from ipyparallel.error import IPythonError
+def _value(engine: int, result: Any) -> dict[str, Any]:
+    from ipyparallel.error import IPythonError
 
-        try:
-            return dict(result.get())
-        except IPythonError as error:
-            name, said = getattr(error, "ename", type(error).__name__), getattr(error, "evalue", error)
-        if name == "EngineError":
-            raise StartError(f"ipyparallel's engine {engine} has ended. Start the cluster's engines again.")
-        if name in ("ImportError", "ModuleNotFoundError"):
-            place = self._evaluate([engine], "__import__('sys').executable", {}, _PLACE_S)[engine].get()
-            raise StartError(
-                f"ipyparallel's engine {engine} has no distnb {__version__} at {place} ({said}). Its machine needs the "
-                "same Python environment as the notebook's."
-            )
-        raise StartError(f"ipyparallel's engine {engine} raised {name}: {said}")
+    try:
+        return dict(result.get())
+    except IPythonError as error:
+        name, said = getattr(error, "ename", type(error).__name__), getattr(error, "evalue", error)
+    if name in ("ImportError", "ModuleNotFoundError"):
+        raise StartError(
+            f"ipyparallel's engine {engine} has no distnb {__version__} ({said}). Its machine needs the same Python "
+            "environment as the notebook's."
+        )
+    raise StartError(f"ipyparallel's engine {engine} raised {name}: {said}")
 
 
 def _list(engines: Iterable[int]) -> str:

@@ -34,12 +34,12 @@ from distnb.cluster.process_environment import PYTHON_MODULE
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import is_loopback, split_address
 from distnb.errors import OptionError, StartError
-from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.host_plan import HostOptions
 from distnb.machines.other_machines import OtherMachines, one_host_each
 from distnb.machines.secret import write_keys
-from distnb.machines.transport import Transport, check_versions
+from distnb.machines.transport import Transport, Way, check_versions
 from distnb.machines.transports.ipyparallel_client import EngineRequests, check_cluster, connected
-from distnb.machines.transports.ipyparallel_engine import ENGINE_ENDED, boot_id, network_namespace
+from distnb.machines.transports.ipyparallel_engine import ENGINE_ENDED, network
 
 __all__ = ["EngineMachine", "IPythonParallel", "IPythonParallelTransport"]
 
@@ -95,7 +95,7 @@ class IPythonParallel(OtherMachines):
                 "cluster by its profile, or by its ipcontroller-client.json."
             )
         hosts, tasks = one_host_each("ipyparallel", options, lambda: _count_engines(self))
-        return HostOptions(hosts=hosts, per_host=1, interface=self.interface, tasks=tasks, one_each=True)
+        return HostOptions(hosts=hosts, per_host=1, interface=self.interface, tasks=tasks)
 
     def way(self, machines: HostOptions) -> Way:
         """Return the transport to the machines of ipyparallel's engines."""
@@ -108,14 +108,12 @@ class EngineMachine:
 
     Attributes:
         host: The machine's name.
-        boot: The identifier of the machine since its start.
-        network: The identifier of the engine's network on the machine.
+        network: The identifier of the engine's network, and of the machine since its start.
         address: The address from which the engine reaches ipyparallel's controller.
         gpus: The identifiers of the GPUs that the engine sees.
     """
 
     host: str
-    boot: str
     network: str
     address: str
     gpus: tuple[str, ...]
@@ -123,15 +121,15 @@ class EngineMachine:
     @property
     def is_here(self) -> bool:
         """True if the notebook is on the same machine, in the same network."""
-        return (self.boot, self.network) == (boot_id(), network_namespace())
+        return self.network == network()
 
-    def shares(self, other: EngineMachine) -> bool:
-        """Return whether two engines share GPUs, or without GPUs a machine."""
-        return (self.boot, self.gpus) == (other.boot, other.gpus)
+    @property
+    def name(self) -> str:
+        """The name of the part of the machine that is divided among engines: a batch system may give each other GPUs.
 
-    def overlaps(self, other: EngineMachine) -> bool:
-        """Return whether two engines have GPUs in common but do not see the same list of them."""
-        return self.boot == other.boot and bool(set(self.gpus) & set(other.gpus)) and self.gpus != other.gpus
+        Such a batch system also divides the cores.
+        """
+        return f"{self.host} ({', '.join(self.gpus)})" if self.gpus else self.host
 
 
 @dataclass(frozen=True)
@@ -188,54 +186,46 @@ class IPythonParallelTransport(Transport):
         """Return an ipyparallel engine with its machine for each host: the previous one, if it still runs."""
         others = {host: server for host, server in self._servers.items() if host not in hosts}
         used = {server.engine for server in others.values()}
-        new = [host for host in hosts if host not in self._servers]
-        if new:
+        if any(host not in self._servers for host in hosts):
             requests.wait_for_engines(len(used) + len(hosts), self._options.wait)
         free = [engine for engine in sorted(requests.client.ids) if engine not in used]
-        lost = [host for host in hosts if host not in new]
-        own = {host: engine for host in lost if (engine := self._servers[host].engine) in free}
+        own = {host: self._servers[host].engine for host in hosts if host in self._servers}
+        own = {host: engine for host, engine in own.items() if engine in free}
         spare = [engine for engine in free if engine not in own.values()]
-        asked = spare[: len(new)] if len(own) == len(lost) else spare
-        machines = self._describe([*own.values(), *asked], requests)
-        found = {host: (engine, machines[engine]) for host, engine in own.items()}
+        if all(host in own or host not in self._planned for host in hosts):
+            spare = spare[: len(hosts) - len(own)]  # any will do; the others may be busy
+        machines = self._describe([*own.values(), *spare], requests)
+        in_use = {host: server.machine for host, server in others.items()}
+        in_use |= {host: machines[engine] for host, engine in own.items()}
+        chosen = own
         for host in hosts:
-            if host in new:
-                engine = asked[0]
-            elif host not in found:
-                engine = self._replacement(host, {engine: machines[engine] for engine in asked}, found)
-            else:
-                continue
-            asked.remove(engine)
-            found[host] = engine, machines[engine]
+            if host not in own:
+                suitable = (engine for engine in spare if self._suits(host, machines[engine], in_use))
+                chosen[host] = engine = next(suitable, -1)
+                if engine < 0:
+                    lost = self._servers[host]
+                    raise StartError(
+                        f"ipyparallel's engine {lost.engine} on {lost.machine.host} has ended, and the cluster has no "
+                        "other engine, or none with a free GPU. Start one more (cluster.start_engines_sync(1), or "
+                        "`ipcluster engines -n 1`), and repeat the restart."
+                    )
+                spare.remove(engine)
+                in_use[host] = machines[engine]
+        found = {host: (chosen[host], machines[chosen[host]]) for host in hosts}
         _check_gpus({server.engine: server.machine for server in others.values()} | dict(found.values()))
         return found
 
-    def _replacement(
-        self, host: str, spare: Mapping[int, EngineMachine], found: Mapping[str, tuple[int, EngineMachine]]
-    ) -> int:
-        """Return a spare ipyparallel engine for a host, on whose machine the host's device is free.
+    def _suits(self, host: str, machine: EngineMachine, in_use: Mapping[str, EngineMachine]) -> bool:
+        """Return whether the device that was planned for a host is free on a machine.
 
-        The devices were planned before: hosts with devices of one machine have different devices, on any machine.
+        Hosts with devices of one machine have different devices, on any machine.
         """
-        planned = self._planned[host]
-        now = {other: server.machine for other, server in self._servers.items() if other not in found and other != host}
-        now |= {other: machine for other, (_, machine) in found.items()}
-
-        def suits(machine: EngineMachine) -> bool:
-            others = [self._planned.get(other, theirs) for other, theirs in now.items() if theirs.shares(machine)]
-            free = not machine.gpus or all(other.shares(planned) for other in others)
-            overlaps = any(theirs.overlaps(machine) for theirs in now.values())
-            return free and not overlaps and len(machine.gpus) >= len(planned.gpus)
-
-        for engine, machine in sorted(spare.items(), key=lambda each: not each[1].shares(planned)):
-            if suits(machine):
-                return engine
-        lost = self._servers[host]
-        other = f"engine with a free GPU among {', '.join(map(str, spare))}" if spare else "other engine"
-        raise StartError(
-            f"ipyparallel's engine {lost.engine} on {lost.machine.host} has ended, and the cluster has no {other}. "
-            "Start one more (cluster.start_engines_sync(1), or `ipcluster engines -n 1`), and repeat the restart."
-        )
+        planned = self._planned.get(host)
+        if planned is None or not machine.gpus:
+            return planned is None or not planned.gpus
+        others = [self._planned.get(other) for other, theirs in in_use.items() if theirs.name == machine.name]
+        unused = all(other is not None and other.name == planned.name for other in others)
+        return unused and len(machine.gpus) >= len(planned.gpus)
 
     def _describe(self, engines: Sequence[int], requests: EngineRequests) -> dict[int, EngineMachine]:
         patience_s = _BUSY_S if self._options.wait is None else self._options.wait
@@ -250,12 +240,11 @@ class IPythonParallelTransport(Transport):
 
     def _start_servers(self, chosen: Mapping[str, tuple[int, EngineMachine]], requests: EngineRequests) -> None:
         notebook, keys, listener = self._lease = self._lease or self._listen([each for _, each in chosen.values()])
-        for engine, machine in chosen.values():
-            if is_loopback(notebook) and not machine.is_here:
-                raise StartError(
-                    f"ipyparallel's engine {engine} is on another machine ({machine.host}), but this cluster listens "
-                    "on loopback only, because all of its engines were on this machine. Stop it, and start it again."
-                )
+        if is_loopback(notebook) and not all(machine.is_here for _, machine in chosen.values()):
+            raise StartError(
+                "This cluster listens on loopback only, because all of its engines were on this machine, and an "
+                "ipyparallel engine is on another one. Stop the cluster, and start it again."
+            )
         request = {
             "client": self._keys.client_public,
             "lease": keys.server_public,
@@ -296,18 +285,8 @@ class IPythonParallelTransport(Transport):
         return split_address(self._servers[host].address)[0]
 
     def machine(self, host: str) -> str:
-        """Return the name of the machine, with a number if its engines see different GPUs, or machines have one name.
-
-        A batch system that gives each engine GPUs of its own also divides the cores.
-        """
-        machine = self._servers[host].machine
-        distinct: list[EngineMachine] = []
-        for server in self._servers.values():
-            if not any(map(server.machine.shares, distinct)):
-                distinct.append(server.machine)
-        first = next(other for other in distinct if other.shares(machine))
-        number = [other for other in distinct if other.host == first.host].index(first)
-        return first.host if number == 0 else f"{first.host} ({number + 1})"
+        """Return the name of the part of the machine that its engines share."""
+        return self._servers[host].machine.name
 
     def cause(self, output: str) -> str:
         """Return the reason that the server wrote before it ended."""
@@ -346,12 +325,10 @@ def _listens(address: str) -> bool:
 
 def _check_gpus(machines: Mapping[int, EngineMachine]) -> None:
     """Raise StartError if a GPU could be used twice, under different numbers."""
-    for one, first in machines.items():
-        for other, second in machines.items():
-            if first.overlaps(second):
-                raise StartError(
-                    f"ipyparallel's engines {one} and {other} on {first.host} have GPUs in common, but see different "
-                    f"lists: engine {one} sees {', '.join(first.gpus)}; engine {other} sees {', '.join(second.gpus)}. "
-                    "Set CUDA_VISIBLE_DEVICES to the same list for all engines of a machine, or to lists that have "
-                    "nothing in common."
-                )
+    for (one, first), (other, second) in itertools.combinations(machines.items(), 2):
+        if set(first.gpus) & set(second.gpus) and first.gpus != second.gpus:
+            raise StartError(
+                f"ipyparallel's engines {one} and {other} on {first.host} have GPUs in common, but see different "
+                f"lists, {first.gpus} and {second.gpus}. Set CUDA_VISIBLE_DEVICES to the same list for all engines of "
+                "a machine, or to lists that have nothing in common."
+            )

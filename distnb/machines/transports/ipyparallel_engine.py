@@ -37,7 +37,7 @@ from distnb.cluster.network import address_towards
 from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
 from distnb.errors import StartError
 
-__all__ = ["ENGINE_ENDED", "boot_id", "describe", "main", "network_namespace", "start_server"]
+__all__ = ["ENGINE_ENDED", "describe", "main", "network", "start_server"]
 
 ENGINE_ENDED = "its ipyparallel engine has ended"
 """The reason that the server reports when it ends with the ipyparallel engine."""
@@ -62,25 +62,18 @@ def describe() -> dict[str, Any]:
         "distnb": __version__,
         "python": platform.python_version(),
         "host": socket.gethostname(),
-        "boot": boot_id(),
-        "network": network_namespace(),
+        "network": network(),
         "address": address_towards(controller),
         "gpus": gpu_ids(),
     }
 
 
-def boot_id() -> str:
-    """Return the identifier of this machine since its start, which all of its containers share."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
+def network() -> str:
+    """Return the identifier of this machine since its start, and of this process's network on it.
 
-
-def network_namespace() -> str:
-    """Return the identifier of this process's network on this machine. Each Kubernetes pod has another one."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/net")
-    return ""
+    Each Kubernetes pod has another network.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
 
 
 def start_server(request: dict[str, Any]) -> dict[str, str]:
@@ -88,10 +81,11 @@ def start_server(request: dict[str, Any]) -> dict[str, str]:
 
     Errors are returned, because ipyparallel would send the traceback of an exception to all clients.
     """
+    own = {name: value for name, value in os.environ.items() if not name.startswith("IPP_")}
     try:
         process = subprocess.Popen(
             [*PYTHON_MODULE, __name__],
-            env=_without_ipyparallel_variables(),
+            env=own | import_environment(),  # without ipyparallel's connection: distnb's engines are not of its cluster
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -117,12 +111,6 @@ def start_server(request: dict[str, Any]) -> dict[str, str]:
     return {"error": f"The server's process {how}. Its output: {output or '(nothing)'}"}
 
 
-def _without_ipyparallel_variables() -> dict[str, str]:
-    """Return this process's environment without ipyparallel's connection: distnb's engines are not of its cluster."""
-    theirs = {name: value for name, value in os.environ.items() if not name.startswith("IPP_")}
-    return theirs | import_environment()
-
-
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
@@ -136,7 +124,7 @@ def main() -> None:
 
 
 def _serve(request: dict[str, Any]) -> None:
-    from distnb.cluster.connection import Connection, make_keys
+    from distnb.cluster.connection import Keys, make_keys
     from distnb.cluster.local.orphans import at_end_of
     from distnb.machines.agents.heartbeat import heartbeat
     from distnb.machines.engine_server import Server
@@ -147,17 +135,14 @@ def _serve(request: dict[str, Any]) -> None:
     server = Server({"worker": [address]}, "worker", 0, secret=keys)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: server.stop(f"ended by {signal.Signals(number).name}"))
-    lease = Connection(
-        program_url="",
-        control_url="",
-        heartbeat_url=request["url"],
+    lease = Keys(
         server_public=request["lease"],
+        server_secret="",
         client_public=keys.server_public,
         client_secret=keys.server_secret,
-        notebook_pid=0,
     )
     try:
-        with heartbeat(lease, server.stop):
+        with heartbeat(request["url"], lease, server.stop):
             at_end_of(request["engine"], lambda: server.stop(ENGINE_ENDED))
             _answer({"address": server.address, "key": keys.server_public})
             server.join()

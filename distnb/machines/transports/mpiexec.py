@@ -11,9 +11,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 
-from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.host_plan import HostOptions
 from distnb.machines.named_machines import NamedMachines
-from distnb.machines.transport import MACHINE_AGENT, Transport
+from distnb.machines.transport import MACHINE_AGENT, Transport, Way
 
 __all__ = ["MPI", "MpiexecTransport"]
 

@@ -30,10 +30,10 @@ from distnb.cluster.process_environment import import_environment, is_installed
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import is_loopback, split_address
 from distnb.errors import OptionError, StartError
-from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.host_plan import HostOptions
 from distnb.machines.other_machines import OtherMachines, one_host_each
 from distnb.machines.secret import write_keys
-from distnb.machines.transport import Transport
+from distnb.machines.transport import Transport, Way
 from distnb.machines.transports.server_transport import ServerTransport, patience_s
 
 __all__ = ["EngineHost", "Ray", "RayNodes", "usual_number_of_engines"]
@@ -362,13 +362,10 @@ def _client_error(found: str) -> OptionError:
 def _is_same(address: str, connected: str) -> bool:
     """Return whether an address is the one of the cluster to which this process is connected."""
     host, port = split_address(address)
-    hosts = {host}
-    if is_loopback(host):
-        hosts.add(_ray().util.get_node_ip_address())
-    with suppress(OSError):
-        hosts.add(socket.gethostbyname(host))
     their_host, their_port = split_address(connected)
-    return their_port == port and their_host in hosts
+    with suppress(OSError):
+        return their_port == port and (is_loopback(host) or socket.gethostbyname(host) == their_host)
+    return False
 
 
 def _bundle(options: Ray) -> dict[str, float]:

@@ -11,13 +11,14 @@ from distnb.cluster.process_environment import PYTHON_MODULE
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import split_address
-from distnb.machines.hosts import HostOptions, Way
+from distnb.errors import StartError
+from distnb.machines.host_plan import HostOptions
 from distnb.machines.named_machines import with_engines
 from distnb.machines.other_machines import OtherMachines, check_count
 from distnb.machines.resolved_machines import addresses_of, check_resolver
 from distnb.machines.secret import read_secret, secret_path
 from distnb.machines.server_client import connect_patience_s
-from distnb.machines.transport import LOST, Transport
+from distnb.machines.transport import LOST, Transport, Way
 
 __all__ = ["ServerTransport", "Servers", "patience_s"]
 
@@ -36,7 +37,7 @@ class Servers(OtherMachines):
     Args:
         cluster_resolver: The resolver of `distnb.cluster_resolver` that has the addresses.
         per_host: The number of engines of each server. None for the number of accelerators that the resolver reports,
-            or one per GPU, or two on the CPU.
+            or one per GPU, or two on the CPU. Servers of one machine divide its GPUs.
         secret: The secret file (mode 0600), which the servers have too. None for the file that the environment variable
             DISTNB_SECRET_FILE names. Without that variable, if all servers listen on loopback, the user's own secret
             file is used.
@@ -93,6 +94,16 @@ class ServerTransport(Transport):
     def command(self, host: str) -> list[str]:
         """Return a client's command. It contains the path of the secret, never the secret."""
         return [*PYTHON_MODULE, "distnb.machines.server_client", host, str(self._secret)]
+
+    def further_hosts(self, count: int) -> tuple[str, ...]:
+        """Return (), because further engines run on the machines of the start. Each task is a server of its own."""
+        if self._tasks:
+            raise StartError(
+                "A cluster whose workers and parameter servers are processes of `distnb worker`, each at an address of "
+                "its own, cannot gain workers. Add the worker to the cluster_resolver, and start the cluster again; or "
+                "start workers by ssh (on=distnb.SSH([…]), workers=…, ps=…), which can gain more."
+            )
+        return ()
 
     def network_name(self, host: str) -> str:
         """Return the address without its port."""

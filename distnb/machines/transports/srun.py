@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
 from distnb.errors import OptionError, StartError
-from distnb.machines.hosts import HostOptions, Way
+from distnb.machines.host_plan import HostOptions
 from distnb.machines.named_machines import NamedMachines
-from distnb.machines.transport import MACHINE_AGENT, Transport
+from distnb.machines.transport import MACHINE_AGENT, Transport, Way
 
 __all__ = ["Slurm", "SrunTransport"]
 
@@ -69,12 +69,8 @@ class Slurm(NamedMachines):
 
     def _resolve(self) -> HostOptions:
         found = super()._resolve()
-        return replace(
-            found,
-            hosts=found.hosts or _allotted_nodes(),
-            without_gpus=found.without_gpus or _tasks_of_nodes(),
-            has_fixed_room=True,
-        )
+        hosts, without_gpus = found.hosts or _allotted_nodes(), found.without_gpus or _tasks_of_nodes()
+        return replace(found, hosts=hosts, without_gpus=without_gpus)
 
     def way(self, machines: HostOptions) -> Way:
         """Return the transport by srun."""
