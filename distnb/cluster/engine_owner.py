@@ -157,51 +157,56 @@ class EngineOwner(ABC):
                 processes of the cluster have been ended.
         """
 
-    @abstractmethod
     def restart(self, engines: Sequence[int], *, on_progress: OnProgress = lambda text: None) -> None:
         """Replace engines with new processes of the same ids and devices.
 
         Raises:
             StartError: An engine ended or did not start in time. All of these engines are now `missing`.
         """
+        self.order("restart", tuple(engines), on_progress=on_progress)
 
-    @abstractmethod
     def place_further(
         self, there: Sequence[PlacedEngine], count: int, *, on_progress: OnProgress = lambda text: None
     ) -> Placed:
         """Return places for further engines or, with tasks, for the engines of further workers; and notices."""
+        placed: Placed = self.order("place_further", list(there), count, on_progress=on_progress)
+        return placed
 
-    @abstractmethod
     def add(self, placed: Sequence[PlacedEngine], *, on_progress: OnProgress = lambda text: None) -> None:
         """Start further engines. Until they have `joined`, they end with the notebook.
 
         Raises:
             StartError: An engine ended or did not start in time. None of these engines exists then.
         """
+        self.order("add", list(placed), on_progress=on_progress)
 
-    @abstractmethod
     def joined(self) -> None:
-        """Note that further engines have a copy of what the others have."""
+        """Note that further engines have a copy of what the others have. From now on they stay if the notebook ends."""
+        self.order("joined")
 
-    @abstractmethod
     def leave(self, engines: Sequence[int]) -> None:
         """Note that engines are about to be removed. From now on they end with the notebook."""
+        self.order("leave", tuple(engines))
 
-    @abstractmethod
     def remove(self, engines: Sequence[int]) -> None:
         """End engines, and forget them."""
+        self.order("remove", tuple(engines))
 
-    @abstractmethod
     def end_engines(self) -> None:
         """End all engines. `restart` starts others in their places."""
+        self.order("end_engines")
 
-    @abstractmethod
     def start_controller(self) -> None:
         """Start ipyparallel's controller, unless it runs, and wait until clients can connect to it."""
+        self.order("start_controller")
 
-    @abstractmethod
     def notice_ends(self) -> None:
         """Wait until `missing` includes the engines that have ended already."""
+        self.order("notice_ends")
+
+    @abstractmethod
+    def order(self, name: str, *arguments: Any, on_progress: OnProgress = lambda text: None) -> Any:
+        """Carry out the order that a method of this name gives."""
 
     @abstractmethod
     def engine_ready(self, engine: int) -> None:

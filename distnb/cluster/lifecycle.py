@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from distnb.cluster.connection import Connection, connection_path, make_keys
 from distnb.cluster.engine_owner import ClusterFacts, EngineOwner, EngineProcess, OnProgress
@@ -94,12 +95,6 @@ class Cluster(EngineOwner):
         """The cluster's private directory with secrets and logs."""
         return self._processes.directory
 
-    def notice_ends(self) -> None:
-        """Wait until `missing` includes the engines that have ended already."""
-        if self._launcher is not None:
-            running = [process for process in self._engines.values() if not process.ended]
-            self._launcher.notice_ends({process.engine: process.pid for process in running}, self._processes)
-
     # -- start ------------------------------------------------------------------------------------------------------
 
     def start(
@@ -140,8 +135,14 @@ class Cluster(EngineOwner):
                 self.stop()
                 raise
 
-    def restart(self, engines: Sequence[int], *, on_progress: OnProgress = lambda text: None) -> None:
-        """Replace engines with new processes of the same ids and devices."""
+    # -- orders -----------------------------------------------------------------------------------------------------
+
+    def order(self, name: str, *arguments: Any, on_progress: OnProgress = lambda text: None) -> Any:
+        """Carry out an order by the private method of its name."""
+        words = {"on_progress": on_progress} if name in ("restart", "place_further", "add") else {}
+        return getattr(self, f"_{name}")(*arguments, **words)
+
+    def _restart(self, engines: Sequence[int], on_progress: OnProgress) -> None:
         with self._lock:
             self._end(engines)
             try:
@@ -150,14 +151,10 @@ class Cluster(EngineOwner):
                 self._end(engines)
                 raise
 
-    def place_further(
-        self, there: Sequence[PlacedEngine], count: int, *, on_progress: OnProgress = lambda text: None
-    ) -> Placed:
-        """Return places that the plan allows."""
+    def _place_further(self, there: Sequence[PlacedEngine], count: int, on_progress: OnProgress) -> Placed:
         return self._plan.place_further(there, count, on_progress)
 
-    def add(self, placed: Sequence[PlacedEngine], *, on_progress: OnProgress = lambda text: None) -> None:
-        """Start further engines."""
+    def _add(self, placed: Sequence[PlacedEngine], on_progress: OnProgress) -> None:
         engines = tuple(each.engine for each in placed)
         with self._lock:
             self._running.places.update(zip(engines, placed, strict=True))
@@ -169,16 +166,13 @@ class Cluster(EngineOwner):
                 self.remove(engines)
                 raise
 
-    def joined(self) -> None:
-        """Keep further engines from here on, also if the notebook ends."""
+    def _joined(self) -> None:
         self._passing.clear()
 
-    def leave(self, engines: Sequence[int]) -> None:
-        """End these engines if the notebook ends."""
+    def _leave(self, engines: Sequence[int]) -> None:
         self._passing.update(engines)
 
-    def remove(self, engines: Sequence[int]) -> None:
-        """End engines, and forget them."""
+    def _remove(self, engines: Sequence[int]) -> None:
         with self._lock:
             try:
                 self._end(engines)
@@ -196,13 +190,16 @@ class Cluster(EngineOwner):
             with self._lock:
                 self.remove(tuple(self._passing))  # those that it has not removed itself
 
-    def end_engines(self) -> None:
-        """End all engines. `restart` starts others in their places."""
+    def _end_engines(self) -> None:
         with self._lock:
             self._end([*self._engines])
 
-    def start_controller(self) -> None:
-        """Start ipyparallel's controller, unless it runs, and wait until clients can connect to it."""
+    def _notice_ends(self) -> None:
+        if self._launcher is not None:
+            running = [process for process in self._engines.values() if not process.ended]
+            self._launcher.notice_ends({process.engine: process.pid for process in running}, self._processes)
+
+    def _start_controller(self) -> None:
         with self._lock:
             if not self._running.has_controller:
                 raise ClusterError(

@@ -67,7 +67,6 @@ _logger = logging.getLogger("distnb.detached")
 _LONGEST_WAIT_S = 86400.0
 _PAUSE_S = 0.05
 _STARTER = 0  # the number of the client that starts the cluster
-_WITH_PROGRESS = ("start", "restart", "place_further", "add")  # requests
 
 _REFUSALS = {
     "starting": "{by} is still starting the cluster {name!r}. Connect when it has started.",
@@ -288,7 +287,7 @@ class Daemon:
             raise NoClusterError(_REFUSALS["ended"].format(name=self.entry.name, by=self._ownership.ended))
 
     def _carry_out(self, client: ClientConnection, request: DaemonRequest) -> Any:
-        """Plan or start the cluster, or call the method of it that a request names."""
+        """Plan or start the cluster, or have it carry out an order."""
         name, arguments = request.name, request.arguments
 
         def report(text: str) -> None:
@@ -302,11 +301,13 @@ class Daemon:
             return self._plan(report)
         if self._cluster is None:
             raise NoClusterError("The engines of this cluster have not been started.")
-        words = {"on_progress": report} if name in _WITH_PROGRESS else {}
-        value = getattr(self._cluster, name)(*arguments, **words)
         if name == "start":
+            self._cluster.start(*arguments, on_progress=report)
             self._advance(lambda now: self._ownership.started(now=now))
-        return value
+            return None
+        if name == "engine_ready":
+            return self._cluster.engine_ready(*arguments)
+        return self._cluster.order(name, *arguments, on_progress=report)
 
     def _plan(self, on_progress: Callable[[str], None]) -> ClusterFacts | None:
         """Choose the engines' devices, and return the facts that the notebook needs before it listens for them."""

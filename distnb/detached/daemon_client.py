@@ -12,15 +12,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Client, Pipe
 from multiprocessing.connection import Connection as PipeEnd
 from typing import Any
 
 from distnb import __version__
 from distnb.cluster.engine_owner import ClusterFacts, EngineOwner, EngineProcess, OnLost, OnProgress
-from distnb.cluster.engine_plan import EnginePlace, Placed
-from distnb.cluster.local.launcher import PlacedEngine
+from distnb.cluster.engine_plan import EnginePlace
 from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
 from distnb.cluster.start_options import StartOptions
@@ -45,7 +44,7 @@ _logger = logging.getLogger("distnb.detached")
 
 
 class DaemonClient(EngineOwner):
-    """The owner of a detached cluster's engines, as the notebook sees it: every method asks the daemon.
+    """The owner of a detached cluster's engines, as the notebook sees it: the daemon carries out all orders.
 
     The cluster is lost when another notebook takes it over, or when it ends and this notebook did not ask for that.
 
@@ -87,7 +86,8 @@ class DaemonClient(EngineOwner):
             pending.put(DaemonAnswer(number, error=NoClusterError(self._end)))
         return pending
 
-    def _ask(self, name: str, *arguments: Any, on_progress: OnProgress = lambda text: None) -> Any:
+    def order(self, name: str, *arguments: Any, on_progress: OnProgress = lambda text: None) -> Any:
+        """Have the daemon carry out an order, and return its value."""
         return self._send(name, *arguments, on_progress=on_progress).result()
 
     def connect(self, who: str, *, take: bool = False) -> None:
@@ -100,11 +100,11 @@ class DaemonClient(EngineOwner):
         Raises:
             ClusterError: Another notebook is connected.
         """
-        self._set_facts(self._ask("connect", who, __version__, take))
+        self._set_facts(self.order("connect", who, __version__, take))
 
     def plan(self, on_progress: OnProgress) -> None:
         """Have the daemon choose the engines' devices."""
-        self._set_facts(self._ask("plan", on_progress=on_progress))
+        self._set_facts(self.order("plan", on_progress=on_progress))
 
     def _set_facts(self, facts: ClusterFacts) -> None:
         self.facts, self._name = facts, f" {facts.name!r}"
@@ -112,7 +112,7 @@ class DaemonClient(EngineOwner):
 
     def summary(self) -> ClusterSummary:
         """Return the cluster's line of `distnb list`."""
-        found: ClusterSummary = self._ask("summary")
+        found: ClusterSummary = self.order("summary")
         return found
 
     def start(
@@ -127,45 +127,6 @@ class DaemonClient(EngineOwner):
         meanwhile()
         pending.result()
 
-    def restart(self, engines: Sequence[int], *, on_progress: OnProgress = lambda text: None) -> None:
-        """Replace engines with new processes of the same ids and devices."""
-        self._ask("restart", tuple(engines), on_progress=on_progress)
-
-    def place_further(
-        self, there: Sequence[PlacedEngine], count: int, *, on_progress: OnProgress = lambda text: None
-    ) -> Placed:
-        """Return places for further engines, and notices for the user."""
-        found: Placed = self._ask("place_further", list(there), count, on_progress=on_progress)
-        return found
-
-    def add(self, placed: Sequence[PlacedEngine], *, on_progress: OnProgress = lambda text: None) -> None:
-        """Start further engines."""
-        self._ask("add", list(placed), on_progress=on_progress)
-
-    def joined(self) -> None:
-        """Have the daemon keep further engines, also if this notebook ends."""
-        self._ask("joined")
-
-    def leave(self, engines: Sequence[int]) -> None:
-        """Have the daemon end these engines if this notebook ends."""
-        self._ask("leave", tuple(engines))
-
-    def remove(self, engines: Sequence[int]) -> None:
-        """End engines, and forget them."""
-        self._ask("remove", tuple(engines))
-
-    def end_engines(self) -> None:
-        """Have the daemon end all engines."""
-        self._ask("end_engines")
-
-    def start_controller(self) -> None:
-        """Have the daemon start ipyparallel's controller."""
-        self._ask("start_controller")
-
-    def notice_ends(self) -> None:
-        """Wait until `missing` includes the engines that have ended already."""
-        self._ask("notice_ends")
-
     def engine_ready(self, engine: int) -> None:
         """Record that the agent of an engine serves programs."""
         self._send("engine_ready", engine)
@@ -174,7 +135,7 @@ class DaemonClient(EngineOwner):
         """End every process of the cluster, and the daemon, whose end is the answer."""
         self._closed = True
         with contextlib.suppress(NoClusterError):
-            self._ask("stop")
+            self.order("stop")
         self.close()
 
     def close(self) -> None:

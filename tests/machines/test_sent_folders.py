@@ -14,9 +14,8 @@ import pytest
 from distnb.errors import OptionError
 from distnb.frames import users_folders, with_users_paths
 from distnb.machines.users_code import sent_folders
-from distnb.machines.users_code.file_messages import FilesWritten, WriteFiles
-from distnb.machines.users_code.received_files import ReceivedFiles
-from distnb.machines.users_code.sent_folders import FolderFiles, SentFolders, read_folders
+from distnb.machines.users_code.received_files import FilesWritten, WriteFiles
+from distnb.machines.users_code.sent_folders import SentFolders, changes, read_folders
 from distnb.objects.modes.environment import apply_environment, capture_early
 from distnb.objects.modes.python_modes import own_path_entries
 
@@ -27,7 +26,7 @@ class Project:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.reader = SentFolders([str(folder)])
-        self._known: FolderFiles | None = None
+        self._known: Mapping[str, bytes] = {}
 
     def write(self, files: Mapping[str, str | bytes]) -> None:
         for place, text in files.items():
@@ -38,7 +37,7 @@ class Project:
     def sent(self) -> dict[str, bytes | None]:
         """Return the files that the receiver lacks, by their paths in the folder."""
         files = self.reader.read()
-        changed = files.since(self._known)
+        changed = changes(files, self._known)
         self._known = files
         return {place.removeprefix("0/"): content for place, content in sorted(changed.items())}
 
@@ -80,7 +79,6 @@ def test_only_changed_files_are_sent_again(project: Project) -> None:
     assert project.sent() == {"package/a.py": b"x = 2"}
     (project.folder / "package/b.py").unlink()
     assert project.sent() == {"package/b.py": None}
-    assert project.reader.read().digest not in (before.digest, b"")
 
 
 def test_a_file_that_stays_is_read_once(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,17 +135,17 @@ class Receiver:
     """An engine's received files in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files = ReceivedFiles()
+        self.folder = folder / "folders-0"
 
     def write(self, files: Mapping[str, bytes | None], *, whole: bool = False) -> None:
-        self._files.write(self.folder, ["/home/me/a", "/home/me/b"], files, whole=whole)
+        order = WriteFiles(number=1, folders=("/home/me/a", "/home/me/b"), files=files, whole=whole)
+        assert order.carry_out(0, self.folder.parent) == FilesWritten(0, 1)
 
 
 @pytest.fixture
 def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    yield Receiver(tmp_path / "folders-0")
+    yield Receiver(tmp_path)
     own_path_entries.clear()
     users_folders.clear()
     for name in ("distnb_sent", "distnb_sent_package"):
@@ -189,6 +187,7 @@ def test_the_folders_stay_on_the_path_and_are_not_returned(received: Receiver) -
 
 def test_an_engine_that_cannot_write_says_why(tmp_path: Path) -> None:
     (tmp_path / "folders-3").touch()
-    answer = WriteFiles(("/home/me",), {"0/a.py": b""}, b"digest", whole=True).carry_out(3, tmp_path)
-    assert answer == FilesWritten(3, b"digest", answer.error)
+    order = WriteFiles(number=7, folders=("/home/me",), files={"0/a.py": b""}, whole=True)
+    answer = order.carry_out(3, tmp_path)
+    assert answer == FilesWritten(3, 7, answer.error)
     assert "folders-3" in answer.error

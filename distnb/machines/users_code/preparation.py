@@ -6,6 +6,7 @@ the program's code imports are compared. The engines write files on their contro
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import types
@@ -14,10 +15,10 @@ from typing import Any
 
 from distnb.cluster.engine_owner import EngineOwner
 from distnb.errors import ClusterError
-from distnb.machines.users_code.file_messages import FilesWritten, WriteFiles
 from distnb.machines.users_code.local_modules import local_file
 from distnb.machines.users_code.package_comparison import PackageComparison
-from distnb.machines.users_code.sent_folders import FolderFiles, SentFolders
+from distnb.machines.users_code.received_files import FilesWritten, WriteFiles
+from distnb.machines.users_code.sent_folders import SentFolders, changes
 from distnb.notebook.session_part import SessionPart
 from distnb.objects.modes.environment import current_cell
 from distnb.runtime.this_process import this_process
@@ -39,8 +40,9 @@ class Preparation(SessionPart):
         self._reader = SentFolders(facts.folders)
         self._packages = PackageComparison(facts.hosts, facts.packages, _announce, facts.folders)
         self._moment: object = None
-        self._files: FolderFiles | None = None
-        self._sent: dict[int, tuple[int, FolderFiles]] = {}  # by engine: its process, and the files that it has
+        self._files: Mapping[str, bytes] = {}
+        self._sent: dict[int, tuple[int, Mapping[str, bytes]]] = {}  # by engine: its process, and the files that it has
+        self._numbers = itertools.count()
         self._lock = threading.RLock()
         this_process.before_program, this_process.cure_for = self.before_program, self.cure_for
 
@@ -79,36 +81,37 @@ class Preparation(SessionPart):
     def _send(self) -> None:
         """Send each engine of another machine the files that it lacks. They are read again once in each cell."""
         moment = current_cell(), len(sys.modules), next(reversed(sys.modules), "")
-        if moment != self._moment or self._files is None:
+        if moment != self._moment:
             self._files, self._moment = self._reader.read(), moment
-        files, cluster = self._files, self._engines.cluster
-        lacking: dict[int, list[int]] = {}  # engines that have the same files, by the identity of these
+        cluster = self._engines.cluster
         processes = {engine: hello.pid for engine, hello in self._engines.supervisor.hellos.items()}
+        lacking: dict[int, list[int]] = {}  # engines that have the same files, by the identity of these
         for engine in self._engines.left:
-            process, known = self._sent.get(engine, (0, None))
-            if engine in processes and cluster.host(engine) and (process != processes[engine] or known is not files):
-                lacking.setdefault(id(known) if process == processes[engine] else 0, []).append(engine)
+            if engine in processes and cluster.host(engine):
+                process, known = self._sent.get(engine, (0, None))
+                known = known if process == processes[engine] else None
+                if known is not self._files:
+                    lacking.setdefault(id(known), []).append(engine)
         for engines in lacking.values():
             process, known = self._sent.get(engines[0], (0, None))
-            earlier = known if process == processes[engines[0]] else None
-            self._write(engines, files, earlier)
-            self._sent.update({engine: (processes[engine], files) for engine in engines})
+            self._write(engines, known if process == processes[engines[0]] else None)
+            self._sent.update({engine: (processes[engine], self._files) for engine in engines})
 
-    def _write(self, engines: list[int], files: FolderFiles, earlier: FolderFiles | None) -> None:
-        changed = files.since(earlier)
+    def _write(self, engines: list[int], earlier: Mapping[str, bytes] | None) -> None:
+        changed = changes(self._files, earlier or {})
+        message = WriteFiles(number=next(self._numbers), folders=self._folders, files=changed, whole=earlier is None)
         nbytes = sum(len(content) for content in changed.values() if content is not None)
         if nbytes > _LARGE_NBYTES:
             _announce(f"distnb: sending {nbytes / 1e6:,.0f} MB of the folders of --sync to each engine")
         errors: dict[int, str] = {}
 
         def is_answer(event: Any) -> bool:
-            if not isinstance(event, FilesWritten) or event.digest != files.digest:
+            if not isinstance(event, FilesWritten) or event.number != message.number:
                 return False
             if event.error:
                 errors[event.engine] = event.error
             return True
 
-        message = WriteFiles(self._folders, changed, files.digest, whole=earlier is None)
         if not self._engines.supervisor.ask(engines, message, is_answer, _PATIENCE_S):
             raise ClusterError(
                 f"One of the engines {', '.join(map(str, engines))} has not received the files of --sync within "

@@ -14,15 +14,12 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import xxhash
 
 from distnb.errors import OptionError
 from distnb.frames import OWN
 
-__all__ = ["FolderFiles", "SentFolders", "read_folders"]
+__all__ = ["SentFolders", "changes", "read_folders"]
 
 _MOST_FILES = 10_000
 _MOST_NBYTES = 64 << 20
@@ -34,43 +31,12 @@ _ENVIRONMENT = "pyvenv.cfg"  # the file that marks a virtual environment
 _OWN = os.path.realpath(OWN)
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file as it was last read.
-
-    Attributes:
-        state: The facts that a change of the file changes; None if it was too recent to rely on them.
-    """
-
-    state: tuple[int, ...] | None
-    digest: bytes
-    content: bytes
-
-
-@dataclass(frozen=True)
-class FolderFiles:
-    """The files of all folders at one moment.
-
-    Attributes:
-        files: The files by their places: the number of the folder, and the path in it ("0/package/module.py").
-        digest: The digest of all places and contents.
-    """
-
-    files: Mapping[str, _File]
-    digest: bytes
-
-    def since(self, earlier: FolderFiles | None) -> dict[str, bytes | None]:
-        """Return the content of each file that is new or has changed, and None for each that no longer exists."""
-        known = {} if earlier is None else earlier.files
-        changed: dict[str, bytes | None] = {
-            place: file.content
-            for place, file in self.files.items()
-            if place not in known or known[place].digest != file.digest
-        }
-        return changed | dict.fromkeys(known.keys() - self.files.keys())
-
-
-NO_FILES = FolderFiles({}, b"")
+def changes(files: Mapping[str, bytes], earlier: Mapping[str, bytes]) -> dict[str, bytes | None]:
+    """Return the content of each file that is new or has changed, and None for each that no longer exists."""
+    changed: dict[str, bytes | None] = {
+        place: content for place, content in files.items() if earlier.get(place) != content
+    }
+    return changed | dict.fromkeys(earlier.keys() - files.keys())
 
 
 class SentFolders:
@@ -82,32 +48,50 @@ class SentFolders:
 
     def __init__(self, folders: Sequence[str]) -> None:
         self._folders = folders
-        self._latest = NO_FILES
+        self._latest: Mapping[str, bytes] = {}
+        self._states: dict[str, tuple[int, ...]] = {}  # by place, the facts that a change of the file changes
 
-    def read(self) -> FolderFiles:
+    def read(self) -> Mapping[str, bytes]:
         """Return the current files; the same object if nothing has changed.
+
+        The keys are the files' places: the number of the folder, and the path in it ("0/package/module.py").
 
         Raises:
             OptionError: The folders have too many files, or too large ones.
         """
-        files: dict[str, _File] = {}
+        files: dict[str, bytes] = {}
         nbytes = 0
         for number, folder in enumerate(self._folders):
             for within in _files_in(folder):
                 place = f"{number}/{within}"
-                file = _read_file(os.path.join(folder, within), self._latest.files.get(place))
-                if file is None:
+                content = self._read_file(os.path.join(folder, within), place)
+                if content is None:
                     continue
-                files[place] = file
-                nbytes += len(file.content)
+                files[place] = content
+                nbytes += len(content)
                 if len(files) > _MOST_FILES or nbytes > _MOST_NBYTES:
-                    raise _too_much(folder, files, number)
-        digest = xxhash.xxh3_128()
-        for place, file in sorted(files.items()):
-            digest.update(place.encode(errors="surrogateescape") + b"\0" + file.digest)
-        if digest.digest() != self._latest.digest:
-            self._latest = FolderFiles(files, digest.digest())
+                    raise _too_much(folder, files)
+        if files != self._latest:
+            self._latest = files
         return self._latest
+
+    def _read_file(self, path: str, place: str) -> bytes | None:
+        """Return the current content of a file, or None if it cannot be read."""
+        try:
+            status = os.stat(path)
+            state = status.st_ino, status.st_size, status.st_mtime_ns
+            if self._states.get(place) == state and place in self._latest:
+                return self._latest[place]
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            with open(path, "rb") as file:
+                content = file.read(_MOST_NBYTES + 1)  # a larger one is refused
+        except OSError:
+            return None
+        # A second change within a tick of the file system's clock would leave the state unchanged.
+        is_recent = time.time_ns() - status.st_mtime_ns < _RECENT_NS
+        self._states[place] = () if is_recent else state
+        return content
 
 
 def read_folders(sync: Any) -> tuple[str, ...]:
@@ -171,29 +155,11 @@ def _files_in(top: str) -> Iterator[str]:
 _NAME_OTHERS = "Name the folders of your modules instead: %distnb start --sync src,lib, or sync=['src', 'lib']."
 
 
-def _too_much(folder: str, files: Mapping[str, _File], number: int) -> OptionError:
-    sizes = sorted(((len(file.content), place) for place, file in files.items()), reverse=True)
+def _too_much(folder: str, files: Mapping[str, bytes]) -> OptionError:
+    sizes = sorted(((len(content), place) for place, content in files.items()), reverse=True)
     largest = ", ".join(f"{place.partition('/')[2]} ({size / 1e6:.1f} MB)" for size, place in sizes[:3])
     return OptionError(
         f"--sync sends at most {_MOST_FILES:,} files and {_MOST_NBYTES >> 20} MB: Python code, and the other files of "
         f"packages. {folder} has more. The largest so far: {largest}. Keep data where all machines can read it. "
         + _NAME_OTHERS
     )
-
-
-def _read_file(path: str, before: _File | None) -> _File | None:
-    """Return a file in its current state, or None if it cannot be read."""
-    try:
-        status = os.stat(path)
-        state = status.st_ino, status.st_size, status.st_mtime_ns
-        if before is not None and before.state == state:
-            return before
-        if not stat.S_ISREG(status.st_mode):
-            return None
-        with open(path, "rb") as file:
-            content = file.read(_MOST_NBYTES + 1)  # a larger one is refused
-    except OSError:
-        return None
-    # A second change within a tick of the file system's clock would leave the state unchanged.
-    is_recent = time.time_ns() - status.st_mtime_ns < _RECENT_NS
-    return _File(None if is_recent else state, xxhash.xxh3_128_digest(content), content)
