@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 
 import psutil
 
 from distnb.errors import StartError
 
-__all__ = ["address_towards", "addresses_by_interface", "interface_of", "listening_address"]
+__all__ = ["address_towards", "addresses_by_interface", "interface_of", "listening_address", "require_loopback"]
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _UNUSED_PORT = 9  # no packet is sent to it
@@ -73,6 +75,20 @@ def listening_address(hosts: Iterable[str], interface: str | None) -> str:
             "the same one. Name the interface or address that all of them can reach: interface='eth0'."
         )
     return next(iter(found.values()))
+
+
+def require_loopback() -> None:
+    """Raise StartError if this machine, or its network namespace, has no loopback interface that is up."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return  # the replicas use another interface
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _UNUSED_PORT))
+            return
+    raise StartError(
+        "The loopback interface, by which replicas communicate, is down. Bring it up: `ip link set lo up`. "
+        "In a container, use a network that has one, or name another interface in GLOO_SOCKET_IFNAME."
+    )
 
 
 def _list(interfaces: dict[str, list[str]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from distnb.cluster.resolvers import ClusterResolver
-from distnb.cluster.resolvers.replica_task import ReplicaTaskResolver
+from distnb.cluster.resolvers.simple import SimpleClusterResolver
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
 from distnb.runtime import choice
@@ -93,7 +93,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         """The resolver of the machines, and of this process's task: without TF_CONFIG, replica r is worker r."""
         resolver, process = script_worker.resolver_of(self.spec), this_process.replica
         if process is not None and process.size > 1 and resolver.task_type is None:
-            return ReplicaTaskResolver(process.rank, resolver)
+            # Programs for TensorFlow treat a process whose `task_type` is None as the chief.
+            return SimpleClusterResolver(resolver.cluster_spec(), task_type="worker", task_id=process.rank)
         return resolver
 
 

@@ -28,10 +28,10 @@ from typing import IO
 from distnb.cluster import tpu_chips
 from distnb.cluster.local.guardian import end_descriptor
 from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher, PlacedEngine
-from distnb.cluster.local.loopback import require_loopback
 from distnb.cluster.local.orphans import adopting_orphans
 from distnb.cluster.local.processes import Ended, Processes
 from distnb.cluster.local.zygote import ENGINES, zygote_of_this_process
+from distnb.cluster.network import require_loopback
 from distnb.cluster.process_environment import DEVICE_VARIABLE, ENGINE_VARIABLE, PYTHON_MODULE, engines_environment
 
 __all__ = ["ThisMachine"]

@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 
 from distnb.cluster.devices import available_gpus, plan_devices, why_no_gpu
 from distnb.cluster.local.capacity import ENGINE_NBYTES, check_capacity, this_machine
-from distnb.cluster.local.loopback import require_loopback
 from distnb.cluster.local.open_files import raise_file_limit
+from distnb.cluster.network import require_loopback
 from distnb.cluster.package_versions import version_here
 from distnb.errors import DistnbError, StartError
 

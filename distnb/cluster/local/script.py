@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO
 
 from distnb.cluster import tpu_chips
-from distnb.cluster.local.loopback import require_loopback
 from distnb.cluster.local.processes import Processes, describe_status
 from distnb.cluster.local.script_replica import error_path
+from distnb.cluster.network import require_loopback
 from distnb.cluster.process_environment import PYTHON_MODULE, Seat, script_environment
 from distnb.cluster.rendezvous_store import RendezvousStore, free_port
 from distnb.cluster.worker_placement import WorkerPlacement, network_environment, own_interface, split_address

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 
 from distnb.errors import OptionError
 
 __all__ = ["expand_counts", "expand_host_list"]
 
-_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\],]+)")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-_MOST = 100_000
+_ENTRY = re.compile(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+")
+_PIECE = re.compile(r"\[([^\]]*)\]|([^\[]+)")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d{1,5})\))?")
 
 
 def expand_host_list(text: str) -> list[str]:
@@ -25,7 +23,11 @@ def expand_host_list(text: str) -> list[str]:
         >>> expand_host_list("n[08-11],m5,rack[1-2]-gpu[1,3].net")
         ['n08', 'n09', 'n10', 'n11', 'm5', 'rack1-gpu1.net', 'rack1-gpu3.net', 'rack2-gpu1.net', 'rack2-gpu3.net']
     """
-    return [host for entry in _entries(text) for host in _expand(entry, text)]
+    hosts: list[str] = []
+    for entry in _entries(_ENTRY, text):
+        pieces = [_numbers(inside) if inside else [name] for inside, name in _PIECE.findall(entry[0])]
+        hosts += map("".join, itertools.product(*pieces))
+    return hosts
 
 
 def expand_counts(text: str) -> list[int]:
@@ -35,55 +37,21 @@ def expand_counts(text: str) -> list[int]:
         >>> expand_counts("2(x3),1")
         [2, 2, 2, 1]
     """
-    counts: list[int] = []
-    for entry in text.split(","):
-        match = _COUNT.fullmatch(entry.strip())
-        if match is None:
-            raise OptionError(
-                f"{entry!r} in the counts {text!r} is neither a number nor a repeated number such as '2(x3)'."
-            )
-        times = int(match[2]) if match[2] is not None else 1
-        if times > _MOST:
-            raise OptionError(f"{entry!r} in the counts {text!r} is for more than {_MOST:,} nodes.")
-        counts += [int(match[1])] * times
-    return counts
+    return [int(entry[1]) for entry in _entries(_COUNT, text) for _ in range(int(entry[2] or 1))]
 
 
-def _entries(text: str) -> list[str]:
-    """Return the parts between commas outside of brackets."""
-    entries, depth = [""], 0
-    for character in text.strip():
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if depth not in (0, 1):
-            raise OptionError(f"The brackets of the host list {text!r} do not match.")
-        if character == "," and not depth:
-            entries.append("")
-        else:
-            entries[-1] += character
-    if depth:
-        raise OptionError(f"A bracket of the host list {text!r} is not closed.")
-    if not all(entry.strip() for entry in entries):
-        raise OptionError(f"The host list {text!r} has an empty part.")
-    return [entry.strip() for entry in entries]
+def _entries(form: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """Return the parts between commas outside of brackets, each of which has this form."""
+    entries = list(form.finditer(text))
+    if not text or ",".join(entry[0] for entry in entries) != text:
+        raise OptionError(f"{text!r} is not a list in Slurm's notation, such as 'n[08-11],m5' or '2(x3),1'.")
+    return entries
 
 
-def _expand(entry: str, text: str) -> list[str]:
-    choices = [[match[2]] if match[2] is not None else _numbers(match[1], text) for match in _PIECE.finditer(entry)]
-    if math.prod(map(len, choices)) > _MOST:
-        raise OptionError(f"{entry!r} in the host list {text!r} is for more than {_MOST:,} hosts.")
-    return ["".join(pieces) for pieces in itertools.product(*choices)]
-
-
-def _numbers(inside: str, text: str) -> list[str]:
+def _numbers(inside: str) -> list[str]:
+    """Return the numbers of a bracket, such as "08-11,15"."""
     numbers: list[str] = []
     for part in inside.split(","):
-        match = _RANGE.fullmatch(part.strip())
-        if match is None:
-            raise OptionError(f"'[{inside}]' in the host list {text!r}: {part!r} is neither a number nor a range.")
-        first, last = match[1], match[2] if match[2] is not None else match[1]
-        if int(last) < int(first):
-            raise OptionError(f"'[{inside}]' in the host list {text!r}: the range {part!r} goes backwards.")
-        if int(last) - int(first) >= _MOST:
-            raise OptionError(f"'[{inside}]' in the host list {text!r}: {part!r} is for more than {_MOST:,} hosts.")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        first, _, last = part.partition("-")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
     return numbers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -91,15 +90,10 @@ class SlurmClusterResolver(ClusterResolver):
             counts = [whole_number(given[host], f"tasks_per_node[{host!r}]={given[host]!r}") for host in hosts]
         else:
             counts = [whole_number(given, f"tasks_per_node={given!r}")] * len(hosts)
-        if len(counts) != len(hosts):
+        if len(counts) != len(set(hosts)):
             raise OptionError(
-                f"Slurm lists {len(hosts)} nodes ({', '.join(hosts)}), but numbers of tasks for {len(counts)} "
-                f"({counts}). Give tasks_per_node."
-            )
-        duplicates = [host for host, times in Counter(hosts).items() if times > 1]
-        if duplicates:
-            raise OptionError(
-                f"Slurm's host list names {', '.join(duplicates)} more than once: {', '.join(hosts)}. Name each once."
+                f"Slurm lists the nodes {', '.join(hosts)}, but numbers of tasks for {len(counts)} ({counts}). Give "
+                "tasks_per_node."
             )
         return dict(zip(hosts, counts, strict=True))
 

@@ -86,7 +86,7 @@ def _read() -> dict[str, Any]:
             f"{_EXAMPLE}; without a cluster leave it unset."
         ) from None
     if not isinstance(config, dict):
-        raise OptionError(f"TF_CONFIG is {_short(text)}, but must be a JSON object, such as {_EXAMPLE}")
+        raise OptionError(f"TF_CONFIG is {_short(text)}, but must be a JSON object, such as {_EXAMPLE}.")
     if unknown := [name for name in config if name not in _KEYS]:
         warnings.warn(
             f"TF_CONFIG has {', '.join(map(repr, unknown))}, which distnb ignores. It uses {', '.join(_KEYS)}.",
@@ -113,25 +113,18 @@ def _cluster_of(config: dict[str, Any]) -> ClusterSpec:
     try:
         return ClusterSpec(_part(config, "cluster", 'such as {"worker": ["host0:2222", "host1:2222"]}'))
     except OptionError as error:
-        raise OptionError(
-            f"TF_CONFIG's cluster is malformed. {error}" if "TF_CONFIG" not in str(error) else error
-        ) from None
+        raise OptionError(f"TF_CONFIG is malformed. {error}") from None
 
 
 def _check_member(spec: ClusterSpec, kind: str, index: int) -> None:
     if kind == "evaluator" and kind not in spec.jobs:
         return  # an evaluator belongs to no group, so most clusters do not list it
-    if not spec:
+    try:
+        spec.task_address(kind, index)
+    except OptionError as error:
         raise OptionError(
-            f'TF_CONFIG says that this is {kind} {index}, but has no "cluster". It should look like {_EXAMPLE}'
-        )
-    if kind not in spec.jobs:
-        raise OptionError(
-            f"TF_CONFIG says that this is {kind} {index}, but the cluster's jobs are {', '.join(spec.jobs)}."
-        )
-    if index not in spec.task_indices(kind):
-        indices = ", ".join(map(str, spec.task_indices(kind))) or "none"
-        raise OptionError(f"TF_CONFIG says that this is {kind} {index}, but the cluster's {kind} tasks are {indices}.")
+            f"TF_CONFIG says that this is {kind} {index}. {error} It should look like {_EXAMPLE}"
+        ) from None
 
 
 def _short(text: str) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 
 from distnb.cluster.engine_owner import EngineOwner
 from distnb.errors import ClusterError
-from distnb.machines.users_code.local_modules import local_file
-from distnb.machines.users_code.package_comparison import PackageComparison
+from distnb.machines.users_code.package_comparison import PackageComparison, local_file
 from distnb.machines.users_code.received_files import FilesWritten, WriteFiles
 from distnb.machines.users_code.sent_folders import SentFolders, changes
 from distnb.notebook.session_part import SessionPart

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from distnb.wire.exchange import Reloads
 
-__all__ = ["FileVersion", "ModuleWatch", "versions"]
+__all__ = ["FileVersion", "ModuleWatch", "library_folders", "versions"]
 
 
 class FileVersion(NamedTuple):
@@ -61,7 +61,8 @@ def _text_of(module: types.ModuleType) -> str:
 
 
 @functools.cache
-def _library_folders() -> tuple[str, ...]:
+def library_folders() -> tuple[str, ...]:
+    """Return the folders of Python and of its installed packages."""
     folders = {
         *sysconfig.get_paths().values(),
         *site.getsitepackages(),
@@ -84,7 +85,7 @@ def _given_folders() -> tuple[str, ...]:
 
 def _is_local_file(file: str) -> bool:
     """Return whether a module's file is the user's: in the working directory, or on a path added to sys.path."""
-    if file.startswith(_library_folders()):
+    if file.startswith(library_folders()):
         return False
     real = os.path.realpath(file)
     if real.startswith(os.path.join(os.path.realpath(os.curdir), "")):

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from distnb.cluster.local.guardian import end_descriptor
-from distnb.cluster.local.loopback import require_loopback
 from distnb.cluster.local.processes import Processes
+from distnb.cluster.network import require_loopback
 from distnb.engine import template
 from distnb.errors import StartError
 from tests.conftest import needs
@@ -138,7 +138,7 @@ def test_an_engine_that_ends_during_the_start_ends_the_others_at_once(capfd: pyt
 def test_without_a_loopback_interface_nothing_starts(tmp_path: Path) -> None:
     require_loopback()
     unshare = needs("unshare")
-    script = "from distnb.cluster.local.loopback import require_loopback; require_loopback()"
+    script = "from distnb.cluster.network import require_loopback; require_loopback()"
     ended = subprocess.run([unshare, "-n", sys.executable, "-c", script], capture_output=True, text=True, check=False)
     if "unshare failed" in ended.stderr:
         pytest.skip(ended.stderr.strip())
