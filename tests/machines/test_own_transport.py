@@ -33,7 +33,9 @@ def test_a_package_adds_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read('--launcher processes --hosts a,b:2 --launcher-args "X=1"') == ProcessMachines(
         "a,b:2", arguments=["X=1"]
     )
-    with pytest.raises(OptionError, match="The launchers are local, ssh, slurm, mpi, server, ray, ipyparallel, processes"):
+    with pytest.raises(
+        OptionError, match="The launchers are local, ssh, slurm, mpi, server, ray, ipyparallel, processes"
+    ):
         read("--launcher pbs --hosts a")
     with pytest.raises(OptionError, match=r"--launcher processes is for engines on other machines\. Name them, too"):
         read("--launcher processes")
