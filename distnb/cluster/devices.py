@@ -10,18 +10,16 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from distnb.accelerators import count
 from distnb.cluster import tpu_chips
 from distnb.errors import OptionError, StartError
 from distnb.topology import Device, parse_device
 
-__all__ = ["available_gpus", "further_devices", "gpu_ids", "plan_devices", "why_no_gpu"]
+__all__ = ["available_gpus", "check_count", "further_devices", "gpu_ids", "plan_devices", "why_no_gpu"]
 
 _DEFAULT_CPU_ENGINES = 2
 _MOST_ENGINES = 256
@@ -58,7 +56,9 @@ def plan_devices(
         >>> [str(device) for device in plan_devices(devices="/gpu:0,/gpu:1", gpus=2)]
         ['cuda:0', 'cuda:1']
     """
-    _check_count(n)
+    check_count("n", n)
+    if n is not None and n > _MOST_ENGINES:
+        raise OptionError(f"n={n}: one machine can run at most {_MOST_ENGINES} engines. Give fewer.")
     machine = _Machine(gpus)
     named = _read_names(devices, None if oversubscribe else n, machine)
     if named is None:
@@ -116,17 +116,10 @@ def further_devices(
     return tuple(free + [every[index % there] for index in range(count - len(free))])
 
 
-def _check_count(n: int | None) -> None:
-    if n is None:
-        return
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise OptionError(f"n={n!r} is not a number of engines. Give a whole number.")
-    if n < 1:
-        raise OptionError(f"n={n}: a cluster has at least one engine. Give 1 or more.")
-    if n > _MOST_ENGINES:
-        raise OptionError(
-            f"n={n}: one machine can run at most {_MOST_ENGINES} engines, each with torch loaded. Give fewer."
-        )
+def check_count(name: str, count: object) -> None:
+    """Raise OptionError unless a number of engines is None, or a whole number of at least 1."""
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise OptionError(f"{name}={count!r}: give a whole number of engines, 1 or more.")
 
 
 def _read_names(
@@ -225,31 +218,23 @@ def _list(devices: object) -> str:
 
 def available_gpus() -> int:
     """Return the number of GPUs that an engine would see: those in CUDA_VISIBLE_DEVICES, if torch can use them."""
-    physical = _physical_gpus()
-    if not physical or not _torch_has_cuda():
-        return 0
-    return _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), physical)
+    return len(gpu_ids())
 
 
 def gpu_ids() -> tuple[str, ...]:
     """Return the GPUs that an engine would see, in its order, by identifiers that all processes of a machine share."""
-    if not available_gpus():
+    identifiers = _physical_gpus() or ()
+    if not identifiers or not _torch_has_cuda():
         return ()
-    identifiers = _gpu_uuids()
     return tuple(
         identifiers[int(entry)]
         if entry.isdigit()
         else next((each for each in identifiers if each.startswith(entry)), entry)  # CUDA accepts a unique beginning
-        for entry in _visible_entries(os.environ.get("CUDA_VISIBLE_DEVICES"), len(identifiers))
+        for entry in _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), len(identifiers))
     )
 
 
-def _visible_gpus(setting: str | None, physical: int) -> int:
-    """Return the number of GPUs that CUDA derives from CUDA_VISIBLE_DEVICES."""
-    return len(_visible_entries(setting, physical))
-
-
-def _visible_entries(setting: str | None, physical: int) -> list[str]:
+def _visible_gpus(setting: str | None, physical: int) -> list[str]:
     """Return the entries of CUDA_VISIBLE_DEVICES that CUDA uses: indices, or the beginnings of identifiers.
 
     CUDA reads the entries up to the first that does not name a GPU. If an entry is repeated, it finds no GPU at all.
@@ -270,41 +255,24 @@ def _visible_entries(setting: str | None, physical: int) -> list[str]:
     return seen
 
 
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    """Open the driver's library for a `with` block; None without a driver."""
+@cache
+def _physical_gpus() -> tuple[str, ...] | None:
+    """Return the driver's identifier of each GPU, such as "GPU-2b1d8f7e-…", or None without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        nvml = None
-    if nvml is None or nvml.nvmlInit_v2() != 0:
-        yield None
-        return
-    try:
-        yield nvml
-    finally:
-        nvml.nvmlShutdown()
-
-
-@cache
-def _physical_gpus() -> int | None:
-    """Return the number of GPUs that the driver reports, or None without a driver."""
-    with _nvml() as nvml:
-        count = ctypes.c_uint()
-        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return None
-        return int(count.value)
-
-
-def _gpu_uuids() -> tuple[str, ...]:
-    """Return the driver's identifier of each physical GPU, such as "GPU-2b1d8f7e-…"."""
-    found = []
-    with _nvml() as nvml:
-        for index in range(_physical_gpus() or 0):
-            device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_NBYTES)
-            nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
-            status = nvml.nvmlDeviceGetUUID(device, text, _UUID_NBYTES)
-            found.append(text.value.decode() if status == 0 else f"GPU {index}")
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    count = ctypes.c_uint()
+    found: list[str] = []
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))  # 0 if it fails
+    for index in range(count.value):
+        device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_NBYTES)
+        nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+        status = nvml.nvmlDeviceGetUUID(device, text, _UUID_NBYTES)
+        found.append(text.value.decode() if status == 0 else f"GPU {index}")
+    nvml.nvmlShutdown()
     return tuple(found)
 
 

@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
+from distnb.cluster.devices import check_count
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError
 from distnb.machines.host_plan import HostOptions
-from distnb.machines.other_machines import OtherMachines, check_count
+from distnb.machines.other_machines import OtherMachines
 from distnb.machines.resolved_machines import machines_of
 
 __all__ = ["NamedMachines", "with_engines"]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
+from distnb.cluster.devices import check_count
 from distnb.cluster.engine_plan import check_replicas_per_worker
 from distnb.cluster.start_options import StartOptions
-from distnb.errors import OptionError
 from distnb.machines.host_plan import HostOptions, HostPlace
 from distnb.machines.transport import Way
 from distnb.machines.users_code.sent_folders import read_folders
 from distnb.topology import Task
 
-__all__ = ["OtherMachines", "check_count", "one_host_each"]
+__all__ = ["OtherMachines", "one_host_each"]
 
 
 class OtherMachines(ABC):
@@ -40,12 +40,6 @@ class OtherMachines(ABC):
         machines = self.find_hosts(options)
         check_replicas_per_worker(options, options.tasks or tuple(machines.tasks))
         return HostPlace(machines, self.way(machines), read_folders(options.sync))
-
-
-def check_count(name: str, count: object) -> None:
-    """Raise OptionError unless a number of engines is None, or a whole number of at least 1."""
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise OptionError(f"{name}={count!r}: give a whole number of engines, 1 or more.")
 
 
 def one_host_each(

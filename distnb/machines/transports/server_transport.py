@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
+from distnb.cluster.devices import check_count
 from distnb.cluster.process_environment import PYTHON_MODULE
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.start_options import StartOptions
@@ -14,7 +15,7 @@ from distnb.cluster.worker_placement import split_address
 from distnb.errors import StartError
 from distnb.machines.host_plan import HostOptions
 from distnb.machines.named_machines import with_engines
-from distnb.machines.other_machines import OtherMachines, check_count
+from distnb.machines.other_machines import OtherMachines
 from distnb.machines.resolved_machines import addresses_of, check_resolver
 from distnb.machines.secret import read_secret, secret_path
 from distnb.machines.server_client import connect_patience_s
