@@ -1,13 +1,14 @@
 """The process from which the engines of one machine are forked, so that they share the memory of loaded modules.
 
-Its standard input is a socket of packets to the notebook. It receives the list of engines, forks them, and ends. Only
-then do the engines begin, as children of the notebook. Thus only the notebook has to handle the end of an engine. A
-replaced engine comes from a new template, which reads settings at import again, such as environment variables:
+Its standard input is a socket of packets to the notebook. For each list of engines that it receives, it forks a process
+that forks them, and ends. Only then do the engines begin, as children of the notebook. Thus only the notebook has to
+handle the end of an engine:
 
-    notebook → template   a JSON list of engines, each with its environment and the path of its log
-    engine   → notebook   "ENGINE PID", one packet from each forked process
-    notebook → template   an answer, by which it accepts the engines as its children
-    template → engines    one byte each through a pipe; then the template ends
+    notebook   → template   a JSON list of engines, each with its environment and the path of its log
+    in between → notebook   "-1 PID", one packet from the process that forks the engines
+    engine     → notebook   "ENGINE PID", one packet from each engine
+    notebook   → in between an answer, by which it accepts the engines as its children
+    in between → engines    one byte each through a pipe; then the process in between ends
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distnb.cluster.local.orphans import request_signal_at_parent_end
@@ -58,24 +59,39 @@ def load() -> None:
 
 
 def fork_engines() -> None:
-    """Fork the engines that the notebook names. Return in each of them, and never in the calling process."""
-    # A process with threads must not fork, so no thread can watch the notebook. The kernel ends this process with it.
-    request_signal_at_parent_end(signal.SIGKILL)
+    """Fork the engines that the notebook names. Return in each of them, and never in the calling process.
+
+    The end of the socket ends this process. A process with threads must not fork, so no thread can watch the notebook.
+    """
     with socket.socket(fileno=0) as notebook:
-        order_list = notebook.recv(_PACKET_NBYTES)
-        if not order_list:
-            os._exit(1)
-        orders = json.loads(order_list)
-        fit = any(_may_fork(order["environment"]) for order in orders) and _load_for_forking()
-        begin, go_ahead = os.pipe()
-        for order in orders:
+        fit: bool | None = None
+        while order_list := notebook.recv(_PACKET_NBYTES):
+            orders = json.loads(order_list)
+            if fit is None:
+                fit = any(_may_fork(order["environment"]) for order in orders) and _load_for_forking()
+            # The other threads do not exist in a forked process, and the locks that they held are never released.
+            forked = fit and len(os.listdir("/proc/self/task")) == 1
             if os.fork() == 0:
-                os.close(go_ahead)
-                _become_engine(order, notebook, begin, fit and _may_fork(order["environment"]))
+                _fork_all(orders, notebook, forked)
                 return
-        # With its answer the notebook accepts the engines as its children. Without an answer they end with us.
-        if _answered(notebook):
-            os.write(go_ahead, b"." * len(orders))
+            if os.waitstatus_to_exitcode(os.wait()[1]) != 0:
+                os._exit(1)  # the notebook waits for the engines' packets
+    os._exit(0)
+
+
+def _fork_all(orders: Sequence[Mapping[str, Any]], notebook: socket.socket, fit: bool) -> None:
+    """Fork these engines. Return in each of them, and never in the calling process."""
+    request_signal_at_parent_end(signal.SIGKILL)
+    notebook.send(f"-1 {os.getpid()}".encode())
+    begin, go_ahead = os.pipe()
+    for order in orders:
+        if os.fork() == 0:
+            os.close(go_ahead)
+            _become_engine(order, notebook, begin, fit and _may_fork(order["environment"]))
+            return
+    # With its answer the notebook accepts the engines as its children. Without an answer they end with us.
+    if _answered(notebook):
+        os.write(go_ahead, b"." * len(orders))
     os._exit(0)
 
 
@@ -112,8 +128,6 @@ def _become_engine(order: Mapping[str, Any], notebook: socket.socket, begin: int
         fit: True if the engine can use the modules that were loaded before the fork. Otherwise it executes Python
             again.
     """
-    # The parent's other threads do not exist in the forked process, and the locks that they held are never released.
-    fit = fit and len(os.listdir(f"/proc/{os.getppid()}/task")) == 1
     os.setsid()  # a terminal's Ctrl-C is for the notebook, and our group is exactly the processes that end with us
     environment = order["environment"]
     notebook.send(f"{environment[ENGINE_VARIABLE]} {os.getpid()}".encode())
