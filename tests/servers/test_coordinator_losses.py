@@ -19,6 +19,7 @@ from distnb.servers.server_messages import Create, Describe
 from tests.servers.test_coordinator import while_waiting
 from tests.support import processes
 from tests.support.processes import wait_until
+from tests.support.sessions import pids_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 _WITHIN_S = 40.0
@@ -35,7 +36,7 @@ def cluster() -> Iterator[None]:
 def coordinator(cluster: None) -> Iterator[ClusterCoordinator]:
     yield ClusterCoordinator(distnb.ParameterServerStrategy())
     if (session := current()) is not None:
-        processes.OF_MODULE.update(row.pid for row in session.status())
+        processes.OF_MODULE.update(pids_of(session))
 
 
 def whoami() -> int:

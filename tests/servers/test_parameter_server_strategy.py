@@ -22,6 +22,7 @@ from distnb.errors import ProgramError, ServerLost
 from distnb.notebook.compose import require
 from tests.support import processes
 from tests.support.processes import wait_until
+from tests.support.sessions import pids_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
 
@@ -168,7 +169,7 @@ def test_variables_are_restored_after_a_server_is_lost(
         coordinator.recover(manager)
     wait_until(lambda: "SIGKILL" in next(row for row in require().status() if row.task == "ps 0").state, 20, "its end")
     assert cluster.restart(missing=True) == (lost.engine,)
-    processes.OF_MODULE.update(row.pid for row in cluster.status())
+    processes.OF_MODULE.update(pids_of(cluster))
     with pytest.raises(ServerLost, match="replacement is empty"):
         coordinator.schedule(closure)
     coordinator.recover(manager)

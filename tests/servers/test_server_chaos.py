@@ -22,6 +22,7 @@ from distnb.notebook.compose import require
 from distnb.runtime.scopes import metric_binding
 from tests.support import processes
 from tests.support.processes import wait_until
+from tests.support.sessions import pids_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
 _WITHIN_S = 60.0
@@ -82,7 +83,7 @@ def cluster() -> Iterator[None]:
 def training(cluster: None) -> Iterator[Training]:
     yield Training()
     require().restart(missing=True)
-    processes.OF_MODULE.update(row.pid for row in require().status())
+    processes.OF_MODULE.update(pids_of(require()))
 
 
 def counted(metric: Any) -> int:

@@ -19,6 +19,7 @@ from distnb.errors import MeanLossError, OptionError
 from distnb.partitioners import FixedShardsPartitioner
 from tests.support import processes
 from tests.support.processes import wait_until
+from tests.support.sessions import pids_of
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
@@ -253,7 +254,7 @@ def test_a_killed_replica_ends_its_worker_and_the_closure_runs_elsewhere(
         coordinator.schedule(lambda it: next(it), args=(values,))
     coordinator.join()
     cluster.restart(missing=True)
-    processes.OF_MODULE.update(row.pid for row in cluster.status())
+    processes.OF_MODULE.update(pids_of(cluster))
     wait_until(lambda: all(each.state != "lost" for each in coordinator.status().workers), 30)
 
     def both(it: Any) -> Any:

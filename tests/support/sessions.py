@@ -39,6 +39,12 @@ def run_cell(session: Session, source: str, name: str) -> None:
     session.cells.run(source, session.user_ns["strategy"].spec, filename=name)
 
 
+def pids_of(session: Session) -> set[int]:
+    """Return the processes of a session: its engines, and the one from which they were forked."""
+    template: Any = getattr(getattr(session.engines.owner, "_launcher", None), "_template", None)
+    return {row.pid for row in session.status()} | ({template.pid} if template is not None else set())
+
+
 def lose(session: Session, engine: int) -> None:
     """Kill an engine, and wait until the notebook knows."""
     os.kill(session.status()[engine].pid, signal.SIGKILL)

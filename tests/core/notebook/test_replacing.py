@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from distnb.notebook import compose as sessions
 from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.session import Session
 from tests.support.processes import OF_MODULE
-from tests.support.sessions import lose, started
+from tests.support.sessions import lose, pids_of, started
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
 
@@ -28,7 +28,7 @@ def session() -> Iterator[Session]:
 @pytest.fixture(autouse=True)
 def _module_owns_the_engines(session: Session) -> Iterator[None]:
     yield
-    OF_MODULE.update(row.pid for row in (session.status() if session.alive else ()))
+    OF_MODULE.update(pids_of(session) if session.alive else ())
 
 
 def replicas() -> list[int]:
@@ -37,13 +37,18 @@ def replicas() -> list[int]:
 
 
 def test_an_engine_may_die_while_it_is_replaced(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    late, handle_end = threading.Event(), session.namespace.engine_died
+    replacing, handle_end, forget = threading.Event(), session.namespace.engine_died, session._supervisor.forget
 
     def handle_late(engine: int) -> None:
-        late.wait(2.0)  # the thread that handles an end is late on a busy machine
+        assert replacing.wait(60.0)  # the thread that handles an end is late on a busy machine
         handle_end(engine)
 
+    def replace(engines: Sequence[int]) -> None:
+        forget(engines)
+        replacing.set()
+
     monkeypatch.setattr(session.namespace, "engine_died", handle_late)
+    monkeypatch.setattr(session._supervisor, "forget", replace)
     lose(session, 1)
     assert session.flush_events(timeout_s=30), "an ended engine was waited for"
     session.restart([1])

@@ -8,6 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from distnb.errors import EngineDied, OptionError, StartError
 from distnb.notebook.session import Session
 from tests.core.notebook.resize_cases import ADAM, MAKE, STATE, TRAIN, flat, one_replicas
 from tests.support.processes import OF_MODULE, wait_until
-from tests.support.sessions import lose, run_cell, started
+from tests.support.sessions import lose, pids_of, run_cell, started
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
 IMPORTED_LATE = "torchmetrics,torch._dynamo"
@@ -37,7 +38,7 @@ def session() -> Iterator[Session]:
 @pytest.fixture(autouse=True)
 def _module_owns_the_engines(session: Session) -> Iterator[None]:
     yield
-    OF_MODULE.update(row.pid for row in session.status())
+    OF_MODULE.update(pids_of(session))
 
 
 def sizes(session: Session) -> tuple[int, int]:
@@ -211,17 +212,39 @@ def test_engines_that_have_ended_do_not_count(session: Session) -> None:
     run_cell(session, "strategy.run(step, args=(next(batches),))\nstrategy.assert_in_sync(model)", "on")
 
 
-def test_a_resize_waits_for_a_running_cell(session: Session) -> None:
+class _Announced:
+    """The turn, with a file that exists from the moment on at which somebody waits for it."""
+
+    def __init__(self, turn: Any, waiting: Path) -> None:
+        self._turn, self._waiting = turn, waiting
+
+    def __enter__(self) -> Any:
+        self._waiting.touch()
+        return self._turn.__enter__()
+
+    def __exit__(self, *error: object) -> Any:
+        return self._turn.__exit__(*error)
+
+
+def test_a_resize_waits_for_a_running_cell(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, ended = threading.Event(), []
+    waiting = tmp_path / "waiting"
 
     def note(event: Any) -> None:
         if getattr(event, "state", "") == "started":
             began.set()
 
     unsubscribe = session.events.subscribe(note)
-    thread = threading.Thread(target=lambda: ended.append(session.resize(1)))
-    threading.Thread(target=lambda: began.wait(20) and thread.start()).start()
-    run_cell(session, "import time\ntime.sleep(0.5)\nsize = strategy.num_replicas_in_sync", "slow")
+
+    def resize() -> None:
+        assert began.wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(session._dispatch, "turn", _Announced(session._dispatch.turn, waiting))
+            ended.append(session.resize(1))
+
+    threading.Thread(target=resize).start()
+    waits = f"import os, time\nwhile not os.path.exists({str(waiting)!r}):\n    time.sleep(0.01)\n"
+    run_cell(session, waits + "size = strategy.num_replicas_in_sync", "slow")
     assert session.user_ns["size"] == 2
     unsubscribe()
     wait_until(lambda: bool(ended), 20)

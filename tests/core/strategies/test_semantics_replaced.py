@@ -8,7 +8,7 @@ import pytest
 
 from distnb.notebook.session import Session
 from tests.support.processes import OF_MODULE
-from tests.support.sessions import lose, run_cell, started
+from tests.support.sessions import lose, pids_of, run_cell, started
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
 
@@ -47,7 +47,7 @@ def test_a_replaced_engine_keeps_training(session: Session) -> None:
     assert isinstance(names["statistics"], str), "a BatchNorm's are the mean of all replicas'"
     lose(session, 1)
     assert session.restart(missing=True) == (1,)
-    OF_MODULE.update(row.pid for row in session.status())
+    OF_MODULE.update(pids_of(session))
     run_cell(
         session,
         "strategy.assert_in_sync([model, optimizer])\n"
