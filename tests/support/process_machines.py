@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from distnb.machines.host_plan import HostOptions
-from distnb.machines.named_machines import NamedMachines
+from distnb.machines.other_machines import NamedMachines
 from distnb.machines.transport import MACHINE_AGENT, Transport, Way
 
 __all__ = ["ProcessMachines"]

@@ -84,18 +84,12 @@ class IPythonParallel(OtherMachines):
 
     def find_hosts(self, options: StartOptions) -> HostOptions:
         """Return a host for each engine of the cluster, or for the requested number."""
-        if options.replicas_per_worker not in (None, 1):
-            raise OptionError(
-                f"replicas_per_worker={options.replicas_per_worker} does not apply to an ipyparallel cluster, each of "
-                "whose engines gets one engine of distnb. Start more workers instead."
-            )
         if options.detach and not isinstance(self.cluster, str | os.PathLike):
             raise OptionError(
                 f"detach=True is for a process of its own, which cannot use {self.cluster!r}. Name the ipyparallel "
                 "cluster by its profile, or by its ipcontroller-client.json."
             )
-        hosts, tasks = one_host_each("ipyparallel", options, lambda: _count_engines(self))
-        return HostOptions(hosts=hosts, per_host=1, interface=self.interface, tasks=tasks)
+        return one_host_each("ipyparallel", options, lambda: _count_engines(self), self.interface)
 
     def way(self, machines: HostOptions) -> Way:
         """Return the transport to the machines of ipyparallel's engines."""

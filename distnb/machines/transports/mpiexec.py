@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from distnb.machines.host_plan import HostOptions
-from distnb.machines.named_machines import NamedMachines
+from distnb.machines.other_machines import NamedMachines
 from distnb.machines.transport import MACHINE_AGENT, Transport, Way
 
 __all__ = ["MPI", "MpiexecTransport"]

@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,7 +27,7 @@ from typing import Any
 from distnb.cluster.connection import Keys, make_keys
 from distnb.cluster.process_environment import import_environment, is_installed
 from distnb.cluster.start_options import StartOptions
-from distnb.cluster.worker_placement import is_loopback, split_address
+from distnb.cluster.worker_placement import split_address
 from distnb.errors import OptionError, StartError
 from distnb.machines.host_plan import HostOptions
 from distnb.machines.other_machines import OtherMachines, one_host_each
@@ -91,13 +90,7 @@ class Ray(OtherMachines):
 
     def find_hosts(self, options: StartOptions) -> HostOptions:
         """Return a bundle for each engine."""
-        if options.replicas_per_worker not in (None, 1):
-            raise OptionError(
-                f"replicas_per_worker={options.replicas_per_worker} does not apply to a Ray cluster, where each engine "
-                "has resources of its own. Start more workers instead."
-            )
-        hosts, tasks = one_host_each("ray", options, lambda: usual_number_of_engines(self))
-        return HostOptions(hosts=hosts, per_host=1, interface=self.interface, tasks=tasks)
+        return one_host_each("ray", options, lambda: usual_number_of_engines(self), self.interface)
 
     def way(self, machines: HostOptions) -> Way:
         """Return the transport to the bundles."""
@@ -311,7 +304,7 @@ def _connect(address: str) -> bool:
         raise _client_error(f"{named} leads to")
     if ray.is_initialized():
         connected = ray.get_runtime_context().gcs_address
-        if address != "auto" and not _is_same(address, connected):
+        if address not in ("auto", connected):
             raise OptionError(
                 f"This process is connected to the Ray cluster at {connected}, but the engines were requested at "
                 f"{address}. Leave the address out, or call ray.shutdown() first."
@@ -357,15 +350,6 @@ def _client_error(found: str) -> OptionError:
         f"{found} Ray's client server, through which a notebook cannot reach engines. Call ray.shutdown(), run the "
         "notebook on a node of the cluster, and leave the address out or give the head node's (10.0.0.5:6379)."
     )
-
-
-def _is_same(address: str, connected: str) -> bool:
-    """Return whether an address is the one of the cluster to which this process is connected."""
-    host, port = split_address(address)
-    their_host, their_port = split_address(connected)
-    with suppress(OSError):
-        return their_port == port and (is_loopback(host) or socket.gethostbyname(host) == their_host)
-    return False
 
 
 def _bundle(options: Ray) -> dict[str, float]:

@@ -14,8 +14,7 @@ from distnb.cluster.start_options import StartOptions
 from distnb.cluster.worker_placement import split_address
 from distnb.errors import StartError
 from distnb.machines.host_plan import HostOptions
-from distnb.machines.named_machines import with_engines
-from distnb.machines.other_machines import OtherMachines
+from distnb.machines.other_machines import OtherMachines, with_engines
 from distnb.machines.resolved_machines import addresses_of, check_resolver
 from distnb.machines.secret import read_secret, secret_path
 from distnb.machines.server_client import connect_patience_s

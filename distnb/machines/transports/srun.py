@@ -17,7 +17,7 @@ from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
 from distnb.errors import OptionError, StartError
 from distnb.machines.host_plan import HostOptions
-from distnb.machines.named_machines import NamedMachines
+from distnb.machines.other_machines import NamedMachines
 from distnb.machines.transport import MACHINE_AGENT, Transport, Way
 
 __all__ = ["Slurm", "SrunTransport"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from distnb import __version__
 from distnb.errors import StartError
 from distnb.machines.host_plan import HostOptions
-from distnb.machines.named_machines import NamedMachines
+from distnb.machines.other_machines import NamedMachines
 from distnb.machines.transport import LOST, MACHINE_AGENT, Transport, Way
 
 __all__ = ["SSH", "SSHTransport"]
