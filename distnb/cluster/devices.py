@@ -119,7 +119,7 @@ def further_devices(
 def check_count(name: str, count: object) -> None:
     """Raise OptionError unless a number of engines is None, or a whole number of at least 1."""
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise OptionError(f"{name}={count!r}: give a whole number of engines, 1 or more.")
+        raise OptionError(f"{name}={count!r}: give a whole number, 1 or more.")
 
 
 def _read_names(

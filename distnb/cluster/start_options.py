@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from distnb.cluster.tasks import tasks_of
+from distnb import features
+from distnb.cluster.devices import check_count
 from distnb.errors import OptionError
 from distnb.options import DATA_LIMIT_NBYTES, nbytes_of, seconds_of
-from distnb.topology import Device, Task
+from distnb.topology import PS, WORKER, Device, Task
 
 if TYPE_CHECKING:
     from distnb.cluster.engine_plan import EnginePlace
 
-__all__ = ["DETACHED_HOURS", "ON_DISCONNECT", "Elsewhere", "StartOptions"]
+__all__ = ["DETACHED_HOURS", "ON_DISCONNECT", "Elsewhere", "StartOptions", "tasks_of"]
 
 ON_DISCONNECT = ("continue", "end")
 """The choices for a program that runs when the notebook ends and the engines stay."""
@@ -104,3 +105,38 @@ class StartOptions:
                 "detach=True is not for a cluster with parameter servers: its coordinator is the notebook itself. Save "
                 "checkpoints (distnb.CheckpointManager), from which a new cluster continues."
             )
+
+
+def tasks_of(
+    workers: int | None, ps: int | None, n: int | None = None, replicas_per_worker: int | None = None
+) -> tuple[Task, ...]:
+    """Return the task of each engine for the given numbers of workers and servers.
+
+    Without these numbers, return no tasks, because all engines are alike.
+
+    Raises:
+        OptionError: Only one of `workers` and `ps` is given, a number is not positive, or `n` is given as well.
+        MissingFeatureError: The feature of parameter servers was removed.
+
+    Example:
+        >>> tasks_of(1, 2)
+        (Task(job='worker', index=0), Task(job='ps', index=0), Task(job='ps', index=1))
+    """
+    if workers is None and ps is None:
+        return ()
+    if workers is None or ps is None:
+        raise OptionError(
+            f"workers={workers!r} and ps={ps!r}: a cluster with parameter servers has workers, which compute, and "
+            "servers, which keep the variables. Give both, as in %distnb start --workers 2 --ps 1, or start engines "
+            "that are all alike: %distnb start -n 2."
+        )
+    replicas = 1 if replicas_per_worker is None else replicas_per_worker
+    for name, count in {"workers": workers, "ps": ps, "replicas_per_worker": replicas}.items():
+        check_count(name, count)
+    if n is not None:
+        raise OptionError(
+            f"n={n} with workers={workers} and ps={ps}, which already determine the number of engines. Leave out n."
+        )
+    features.check("strategies", "ParameterServerStrategy")
+    computing = tuple(Task(WORKER, index) for index in range(workers) for _ in range(replicas))
+    return (*computing, *(Task(PS, index) for index in range(ps)))

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from distnb.cluster.network import addresses_by_interface
+from distnb.cluster.network import interface_of, listening_address
 from distnb.cluster.resolvers.base import ClusterResolver
 from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.errors import OptionError, StartError
+from distnb.topology import PS, WORKER, Task
 
 __all__ = [
     "Worker",
@@ -26,7 +27,9 @@ __all__ = [
     "network_environment",
     "own_interface",
     "placement_of",
+    "server_cluster_tasks",
     "split_address",
+    "tasks_in",
     "workers_of",
 ]
 
@@ -135,6 +138,38 @@ def workers_of(spec: ClusterSpec) -> tuple[Worker, ...]:
     )
 
 
+def server_cluster_tasks(resolver: ClusterResolver) -> dict[Task, str]:
+    """Return the workers and servers in a resolver's cluster with their addresses; none if it has no server.
+
+    Raises:
+        OptionError: The cluster has a server but is malformed: see `tasks_in`.
+    """
+    spec = resolver.cluster_spec()
+    return tasks_in(spec) if PS in spec.jobs and spec.task_indices(PS) else {}
+
+
+def tasks_in(spec: ClusterSpec) -> dict[Task, str]:
+    """Return the workers and servers of a cluster with their addresses, in the order of its engines.
+
+    Raises:
+        OptionError: The cluster has no worker, no server, several chiefs or an unknown job, or the tasks of a job are
+            not numbered from 0.
+    """
+    workers_of(spec)
+    tasks: dict[Task, str] = {}
+    for job in (WORKER, PS):
+        indices = spec.task_indices(job) if job in spec.jobs else []
+        if not indices:
+            raise OptionError(
+                f"The cluster {spec.as_dict()} has no {job}. A cluster with parameter servers needs at least one "
+                "worker and one ps."
+            )
+        if indices != list(range(len(indices))):
+            raise OptionError(f"The {job} tasks of the cluster are {indices}. Number them from 0, without a gap.")
+        tasks |= {Task(job, index): spec.task_address(job, index) for index in indices}
+    return tasks
+
+
 def are_workers(machines: Sequence[str], resolver: ClusterResolver) -> bool:
     """Return whether machines, by a launcher's names, are the machines of a cluster's workers.
 
@@ -171,27 +206,24 @@ def own_interface(placement: WorkerPlacement) -> tuple[str, str]:
     GLOO_SOCKET_IFNAME can name another interface. That is necessary behind address translation, where the addresses in
     the cluster are not the machines' own addresses.
     """
-    interfaces = addresses_by_interface()
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if named:
-        if not interfaces.get(named):
-            raise StartError(
-                f"GLOO_SOCKET_IFNAME is {named!r}, but this machine's interfaces are {', '.join(interfaces)}."
-            )
-        return named, min(interfaces[named], key=lambda address: ":" in address)
-    host = host_of(placement.me.address)
+        try:
+            return named, listening_address((), named)
+        except StartError as error:
+            raise StartError(f"GLOO_SOCKET_IFNAME: {error}") from None
+    host, failures = host_of(placement.me.address), ""
     for address in _resolve(host, placement.me):
-        # All of 127.0.0.0/8 is this machine.
-        wanted = "127.0.0.1" if address.startswith("127.") else address
-        for name, addresses in interfaces.items():
-            if wanted in addresses:
-                _check_reachable(placement, host, address)
-                return name, address
-    own_addresses = ", ".join(address for addresses in interfaces.values() for address in addresses)
+        try:
+            interface = interface_of(address)
+        except StartError as error:
+            failures = str(error)
+        else:
+            _check_reachable(placement, host, address)
+            return interface, address
     raise StartError(
-        f"This process is {placement.me} of its cluster, but no network interface of this machine has that address "
-        f"(they have {own_addresses}). Is it the right task? "
-        "Behind address translation, name the interface to use: GLOO_SOCKET_IFNAME=eth0."
+        f"This process is {placement.me} of its cluster. {failures} Is it the right task? Behind address translation, "
+        "name the interface to use: GLOO_SOCKET_IFNAME=eth0."
     )
 
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from distnb.cluster.resolvers import ClusterResolver
-from distnb.cluster.tasks import server_cluster_tasks
-from distnb.cluster.worker_placement import Worker, host_of, is_own, split_address, workers_of
+from distnb.cluster.worker_placement import (
+    Worker,
+    host_of,
+    is_own,
+    server_cluster_tasks,
+    split_address,
+    workers_of,
+)
 from distnb.errors import OptionError
 from distnb.machines.host_plan import HostOptions
 from distnb.topology import PS, WORKER, Task

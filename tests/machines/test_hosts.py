@@ -482,7 +482,7 @@ def test_the_magic_and_the_function_accept_the_same_options() -> None:
 
 
 def test_options_of_a_start_are_checked_when_they_are_created() -> None:
-    with pytest.raises(OptionError, match="workers=2 without ps"):
+    with pytest.raises(OptionError, match="workers=2 and ps=None"):
         StartOptions(workers=2)
     with pytest.raises(OptionError, match="n=3 with workers=1 and ps=1"):
         StartOptions(n=3, workers=1, ps=1)

@@ -133,6 +133,6 @@ def test_an_unreachable_machine_is_an_error(network: Machines, notebook: Noteboo
 
 def test_the_end_of_the_notebook_ends_all_engines(notebook: Notebook) -> None:
     notebook.run("cluster = distnb.start(on=distnb.SSH(['red'], 1, arguments=ssh_args))", timeout_s=120)
-    assert len(left()) == 5  # ssh, node agent, engine, and a guardian on each machine
+    assert len(left()) == 6  # ssh, machine agent, template, engine, and a guardian on each machine
     os.kill(notebook.pid, signal.SIGKILL)
     processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")

@@ -194,7 +194,7 @@ def test_an_invalid_cluster_is_refused(make: Any, text: str) -> None:
     ("given", "text"),
     [
         ({"workers": 1, "ps": 1, "replicas_per_worker": 2}, "replicas_per_worker=2 does not apply"),
-        ({"n": -1}, "n=-1: give a whole number of engines, 1 or more"),
+        ({"n": -1}, "n=-1: give a whole number, 1 or more"),
     ],
 )
 def test_bad_options_are_refused(given: dict[str, Any], text: str) -> None:

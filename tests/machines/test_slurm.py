@@ -137,7 +137,7 @@ def test_the_end_of_the_notebook_ends_all_engines(notebook: Notebook) -> None:
     """End a notebook whose cluster a resolver named."""
     notebook.run("%distnb start --resolver slurm --per-host 1", timeout_s=120)
     assert notebook.value("[row.host for row in distnb.notebook.compose.current().status()]") == ["blue", "red"]
-    # srun (two processes), node agent with its guardian, engine, and the notebook's guardian.
-    processes.wait_until(lambda: len(left()) == 2 * 5 + 1, 20)
+    # srun (two processes), machine agent with its guardian, template, engine, and the notebook's guardian.
+    processes.wait_until(lambda: len(left()) == 2 * 6 + 1, 20)
     os.kill(notebook.pid, signal.SIGKILL)
     processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")

@@ -13,8 +13,8 @@ from distnb.cluster.engine_plan import EnginePlan, ThisMachinePlace
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
-from distnb.cluster.start_options import StartOptions
-from distnb.cluster.tasks import server_cluster_tasks, tasks_in, tasks_of
+from distnb.cluster.start_options import StartOptions, tasks_of
+from distnb.cluster.worker_placement import server_cluster_tasks, tasks_in
 from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.machines.agents.machine_launcher import MachineLinks
 from distnb.machines.host_plan import HostOptions, HostPlan
@@ -47,8 +47,8 @@ def test_counts_make_tasks_with_workers_first() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"workers": 2}, "workers=2 without ps.* --workers 2 --ps 1"),
-        ({"ps": 2}, "ps=2 without workers"),
+        ({"workers": 2}, "workers=2 and ps=None.* --workers 2 --ps 1"),
+        ({"ps": 2}, "workers=None and ps=2"),
         ({"workers": 0, "ps": 1}, "workers=0: give a whole number, 1 or more"),
         ({"workers": 1, "ps": True}, "ps=True: give a whole number"),
         ({"workers": 1, "ps": 1, "replicas_per_worker": 0}, "replicas_per_worker=0: give a whole number"),

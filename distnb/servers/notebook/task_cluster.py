@@ -48,7 +48,7 @@ def require(resolver: ClusterResolver | None = None) -> None:
         NoClusterError: No cluster runs, and neither the resolver nor TF_CONFIG describes one.
     """
     from distnb.cluster.resolvers import TFConfigClusterResolver
-    from distnb.cluster.tasks import tasks_in
+    from distnb.cluster.worker_placement import tasks_in
 
     session = compose.current()
     if resolver is None and session is None and TFConfigClusterResolver().cluster_spec():

@@ -49,7 +49,7 @@ def test_oversubscription_needs_an_option() -> None:
 @pytest.mark.parametrize(
     ("n", "given", "gpus", "error", "text"),
     [
-        (0, None, 0, OptionError, "n=0: give a whole number of engines, 1 or more"),
+        (0, None, 0, OptionError, "n=0: give a whole number, 1 or more"),
         (-2, None, 0, OptionError, "n=-2"),
         (True, None, 0, OptionError, "n=True"),
         (2.0, None, 0, OptionError, "n=2.0"),
