@@ -185,7 +185,7 @@ def test_a_worker_listens_on_the_interface_of_its_address(monkeypatch: pytest.Mo
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert at("192.0.2.7:1", "192.0.2.8:1") == ("lo", "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
-    with pytest.raises(errors.StartError, match="GLOO_SOCKET_IFNAME: .*no address 'nope0'"):
+    with pytest.raises(errors.StartError, match=r"GLOO_SOCKET_IFNAME: .*no address 'nope0'"):
         at("192.0.2.7:1", "192.0.2.8:1")
 
 
