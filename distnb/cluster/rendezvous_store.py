@@ -59,21 +59,16 @@ class RendezvousStore:
     """
 
     def __init__(self, port: int = 0, host: str = _LOOPBACK) -> None:
-        # TCPStore itself would listen on every interface, whatever its host is. It uses a bound socket as it is.
-        self._socket: socket.socket | None = socket.socket(
-            socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
-        )
+        # TCPStore itself would listen on every interface, whatever its host is. It uses a bound socket as it is. Closed
+        # connections of an earlier run, in TIME_WAIT, do not block the port.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            # Closed connections of an earlier run, in TIME_WAIT, do not block the port.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((host, port))
+            self._socket: socket.socket | None = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except (OSError, OverflowError) as error:
-            self._socket.close()
             raise StartError(
                 f"The rendezvous store could not listen on {host}:{port}: {error}. "
                 "Does this program run already? If not, choose another port."
             ) from error
-        self._socket.listen(_BACKLOG)
         self.host: str = host
         self.port: int = self._socket.getsockname()[1]
         self._store: TCPStore | None = None

@@ -49,7 +49,6 @@ from distnb.detached.client_connection import ClientConnection
 from distnb.detached.ownership import EndCluster, Grant, Order, Ownership, Refuse, Release
 from distnb.detached.protocol import (
     SOCKET_NAME,
-    ClusterSummary,
     DaemonAnswer,
     DaemonProgress,
     DaemonRequest,
@@ -59,6 +58,7 @@ from distnb.detached.protocol import (
 )
 from distnb.errors import ClusterError, DistnbError, NoClusterError, StartError
 from distnb.process_log import open_log
+from distnb.views.wording import duration
 
 __all__ = ["Daemon", "DaemonOptions", "main"]
 
@@ -266,8 +266,8 @@ class Daemon:
     def _answer(self, client: ClientConnection, request: DaemonRequest) -> None:
         value, error = None, None
         try:
-            if request.name == "summary":
-                value = self._summary()
+            if request.name == "row":
+                value = self._row()
             else:
                 self._check(client)
                 value = self._carry_out(client, request)
@@ -325,19 +325,21 @@ class Daemon:
     def _engines(self) -> dict[int, EngineProcess]:
         return {} if self._cluster is None else self._cluster.engines
 
-    def _summary(self) -> ClusterSummary:
-        engines = self._engines.values()
+    def _row(self) -> tuple[str, ...]:
+        """Return the cluster's row of `distnb list`."""
+        engines, now = self._engines.values(), time.time()
         hosts = dict.fromkeys(each.host for each in engines if each.host)
-        return ClusterSummary(
-            name=self.entry.name,
-            engines=len(engines),
-            ended=sum(bool(process.ended) for process in engines),
-            devices=", ".join(str(process.device) for process in engines),
-            hosts=", ".join(hosts),
-            started=self._began,
-            ends=self._ends,
-            used_by=self._ownership.who,
-            rss_nbytes=None if hosts else sum(_rss_nbytes(process.pid) for process in engines if not process.ended),
+        ended = sum(bool(process.ended) for process in engines)
+        nbytes = sum(_rss_nbytes(process.pid) for process in engines if not process.ended)
+        devices = ", ".join(str(process.device) for process in engines)
+        return (
+            self.entry.name,
+            f"{len(engines)} on {devices}{f' ({ended} ended)' if ended else ''}",
+            ", ".join(hosts) or "this one",
+            "not known" if hosts else f"{nbytes / 1e9:.1f} GB",
+            duration(now - self._began),
+            "no limit" if self._ends is None else duration(max(0.0, self._ends - now)),
+            self._ownership.who or "nobody",
         )
 
 

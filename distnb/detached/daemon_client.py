@@ -26,7 +26,6 @@ from distnb.cluster.start_options import StartOptions
 from distnb.detached import registry
 from distnb.detached.daemon import DaemonOptions
 from distnb.detached.protocol import (
-    ClusterSummary,
     DaemonAnswer,
     DaemonProgress,
     DaemonRequest,
@@ -38,7 +37,7 @@ from distnb.detached.saved_names import SavedNames
 from distnb.errors import ClusterError, NoClusterError, StartError
 from distnb.wire.channel import Addresses
 
-__all__ = ["DaemonClient", "connect", "start", "stop_detached", "summaries"]
+__all__ = ["DaemonClient", "connect", "rows", "start", "stop_detached"]
 
 _logger = logging.getLogger("distnb.detached")
 
@@ -109,11 +108,6 @@ class DaemonClient(EngineOwner):
     def _set_facts(self, facts: ClusterFacts) -> None:
         self.facts, self._name = facts, f" {facts.name!r}"
         raise_file_limit(len(facts.engines))  # the daemon raises its own
-
-    def summary(self) -> ClusterSummary:
-        """Return the cluster's line of `distnb list`."""
-        found: ClusterSummary = self.order("summary")
-        return found
 
     def start(
         self,
@@ -308,14 +302,14 @@ def _daemon_process(connection: int) -> subprocess.Popen[bytes]:
     )
 
 
-def summaries() -> list[ClusterSummary]:
-    """Return the lines of `distnb list`: the user's detached clusters on this machine, the oldest first."""
+def rows() -> list[tuple[str, ...]]:
+    """Return a row of `distnb list` for each of the user's detached clusters on this machine, the oldest first."""
     found = []
     for entry in registry.entries():
         if entry.is_here:
             with contextlib.suppress(NoClusterError, ClusterError):  # it has ended meanwhile
                 client = DaemonClient(entry.socket)
-                found.append(client.summary())
+                found.append(client.order("row"))
                 client.close()
     return found
 

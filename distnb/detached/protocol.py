@@ -30,7 +30,6 @@ __all__ = [
     "Exited",
     "DaemonProgress",
     "DaemonRequest",
-    "ClusterSummary",
     "Restore",
     "ShowKept",
     "Taken",
@@ -42,7 +41,7 @@ SOCKET_NAME = "daemon.socket"
 class DaemonRequest(NamedTuple):
     """A request of a client, with a number that the answer repeats.
 
-    All requests but "connect", "plan" and "summary" have the names of methods of `Cluster`.
+    All requests but "connect", "plan" and "row" have the names of methods of `Cluster`.
     """
 
     number: int
@@ -86,26 +85,6 @@ class Ending(NamedTuple):
     """The news that the daemon ends the cluster, and why."""
 
     why: str
-
-
-class ClusterSummary(NamedTuple):
-    """A line of `distnb list`.
-
-    Attributes:
-        used_by: The notebook that is connected, or "".
-        ends: The time at which it ends, in seconds since 1970, or None.
-        rss_nbytes: The memory of the engines' processes; None if they are on other machines.
-    """
-
-    name: str
-    engines: int
-    ended: int
-    devices: str
-    hosts: str
-    started: float
-    ends: float | None
-    used_by: str
-    rss_nbytes: int | None
 
 
 # -- to engines --------------------------------------------------------------------------------------------------------
