@@ -83,7 +83,7 @@ class SimulatedPlan(EnginePlan):
 
 @dataclass(frozen=True)
 class _Simulation:
-    """The place of simulated engines."""
+    """The plan of simulated engines."""
 
     remote: bool
     processes: int
@@ -109,13 +109,13 @@ def replace_engines(*, remote: bool, processes: int = 2) -> Callable[[], None]:
             engines on each machine.
         processes: The number of processes that simulate engines.
     """
-    names = vars(engine_owners)  # where the function that finds the engines' place is looked up
-    before = names["place_of"]
+    names = vars(engine_owners)  # where the function that plans engines is looked up
+    before = names["planner_of"]
 
     def restore() -> None:
-        names["place_of"] = before
+        names["planner_of"] = before
 
-    names["place_of"] = lambda options: _Simulation(remote, processes)
+    names["planner_of"] = lambda options: _Simulation(remote, processes).plan
     return restore
 
 

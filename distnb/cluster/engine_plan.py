@@ -1,7 +1,7 @@
 """The plan of a cluster: its engines with their machines and devices, at the start and when the cluster grows.
 
-Engines run on this machine unless the option `on` of the start is an object for other machines. That object returns an
-`EnginePlace`, which makes an `EnginePlan` whose methods reach the machines.
+Engines run on this machine unless the option `on` of the start is an object for other machines. That object returns a
+`Planner`, which makes an `EnginePlan` whose methods reach the machines.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import further_devices, plan_devices
@@ -23,16 +22,16 @@ from distnb.errors import DistnbError, OptionError, StartError
 from distnb.topology import WORKER, Device, Task
 
 __all__ = [
-    "EnginePlace",
     "EnginePlan",
     "Placed",
-    "ThisMachinePlace",
+    "Planner",
     "check_replicas_per_worker",
     "check_resizable",
     "errors_of",
     "further_tasks",
     "place_engines",
-    "place_of",
+    "plan_on_this_machine",
+    "planner_of",
 ]
 
 _SERVERS_DEVICE = Device("cpu")
@@ -92,43 +91,37 @@ class EnginePlan:
         """Free the plan's resources, after the engines have ended."""
 
 
-class EnginePlace(Protocol):
-    """The machines of a cluster's engines, chosen by the options of the start. Pickle can copy it."""
+Planner = Callable[[StartOptions, Processes, OnProgress], EnginePlan]
+"""A function that plans the engines of a start, after querying the devices of the machines. Pickle can copy it.
 
-    def plan(self, options: StartOptions, processes: Processes, on_progress: OnProgress) -> EnginePlan:
-        """Return the plan of the engines, after querying the devices of the machines.
-
-        `processes` starts and ends the processes by which other machines are reached.
-        """
+The second argument starts and ends the processes by which other machines are reached. The third shows progress.
+"""
 
 
-class ThisMachinePlace:
-    """The place of engines that run on this machine."""
-
-    def plan(
-        self, options: StartOptions, processes: Processes | None = None, on_progress: OnProgress = lambda text: None
-    ) -> EnginePlan:
-        """Return the plan of the engines. Workers get devices like engines without tasks."""
-        tasks = options.tasks
-        count = len(tasks) or len(plan_devices(options.n, options.devices, oversubscribe=options.oversubscribe))
-        engines, notices = place_engines(options, [""] * count, tasks, _examine_this_machine)
-        return EnginePlan(engines=tuple(engines), notices=notices, options=options)
+def plan_on_this_machine(
+    options: StartOptions, processes: Processes | None = None, on_progress: OnProgress = lambda text: None
+) -> EnginePlan:
+    """Return the plan of engines on this machine. Workers get devices like engines without tasks."""
+    tasks = options.tasks
+    count = len(tasks) or len(plan_devices(options.n, options.devices, oversubscribe=options.oversubscribe))
+    engines, notices = place_engines(options, [""] * count, tasks, _examine_this_machine)
+    return EnginePlan(engines=tuple(engines), notices=notices, options=options)
 
 
 def _examine_this_machine(host: str) -> tuple[None, Capacity]:
     return None, this_machine()
 
 
-def place_of(options: StartOptions) -> EnginePlace:
-    """Return the place of the engines.
+def planner_of(options: StartOptions) -> Planner:
+    """Return the function that plans the engines.
 
     Raises:
         OptionError: The options contradict each other.
     """
     if options.on is not None:
-        return options.on.place(options)
+        return options.on.planner(options)
     check_replicas_per_worker(options, options.tasks)
-    return ThisMachinePlace()
+    return plan_on_this_machine
 
 
 def check_replicas_per_worker(options: StartOptions, tasks: Sequence[Task]) -> None:

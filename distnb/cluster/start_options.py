@@ -14,7 +14,7 @@ from distnb.options import DATA_LIMIT_NBYTES, nbytes_of, seconds_of
 from distnb.topology import PS, WORKER, Device, Task
 
 if TYPE_CHECKING:
-    from distnb.cluster.engine_plan import EnginePlace
+    from distnb.cluster.engine_plan import Planner
 
 __all__ = ["DETACHED_HOURS", "ON_DISCONNECT", "Elsewhere", "StartOptions", "tasks_of"]
 
@@ -28,8 +28,8 @@ DETACHED_HOURS = 8.0
 class Elsewhere(Protocol):
     """The machines of engines that do not run on this one: the option `on`. A feature has classes for them."""
 
-    def place(self, options: StartOptions) -> EnginePlace:
-        """Return the place of the engines of a start with these options.
+    def planner(self, options: StartOptions) -> Planner:
+        """Return the function that plans the engines of a start with these options.
 
         Raises:
             OptionError: An option does not apply to these machines.
@@ -75,7 +75,7 @@ class StartOptions:
         object.__setattr__(self, "data_limit_nbytes", nbytes_of(self.data_limit))
         idle_timeout_s = None if self.idle_timeout is None else seconds_of(self.idle_timeout)
         object.__setattr__(self, "idle_timeout_s", idle_timeout_s)
-        if self.on is not None and not callable(getattr(self.on, "place", None)):
+        if self.on is not None and not callable(getattr(self.on, "planner", None)):
             raise OptionError(
                 f"on={self.on!r}: name other machines by an object, such as distnb.SSH(['a', 'b']), distnb.Slurm() or "
                 "distnb.Ray()."

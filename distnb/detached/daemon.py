@@ -40,7 +40,7 @@ import psutil
 
 from distnb import __version__
 from distnb.cluster.engine_owner import ClusterFacts, EngineProcess
-from distnb.cluster.engine_plan import EnginePlace
+from distnb.cluster.engine_plan import Planner
 from distnb.cluster.lifecycle import Cluster
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.start_options import DETACHED_HOURS, StartOptions
@@ -89,13 +89,13 @@ class DaemonOptions:
 
     Attributes:
         who: The name of the notebook that starts it.
-        options: The options of the start, without `on`, which `place` replaces.
-        place: The machines of the engines.
+        options: The options of the start, without `on`, which `planner` replaces.
+        planner: The function that plans the engines.
     """
 
     who: str
     options: StartOptions
-    place: EnginePlace
+    planner: Planner
 
 
 class Daemon:
@@ -311,7 +311,7 @@ class Daemon:
 
     def _plan(self, on_progress: Callable[[str], None]) -> ClusterFacts | None:
         """Choose the engines' devices, and return the facts that the notebook needs before it listens for them."""
-        plan = self._options.place.plan(self._options.options, self._processes, on_progress)
+        plan = self._options.planner(self._options.options, self._processes, on_progress)
         self._cluster = Cluster(plan, self._processes)
         self._cluster.on_exit = self._exited
         return self._current_facts()

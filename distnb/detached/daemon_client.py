@@ -19,7 +19,7 @@ from typing import Any
 
 from distnb import __version__
 from distnb.cluster.engine_owner import ClusterFacts, EngineOwner, EngineProcess, OnLost, OnProgress
-from distnb.cluster.engine_plan import EnginePlace
+from distnb.cluster.engine_plan import Planner
 from distnb.cluster.local.open_files import raise_file_limit
 from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
 from distnb.cluster.start_options import StartOptions
@@ -237,7 +237,7 @@ class _Pending:
         return message.value
 
 
-def start(options: StartOptions, place: EnginePlace, on_progress: OnProgress) -> DaemonClient:
+def start(options: StartOptions, planner: Planner, on_progress: OnProgress) -> DaemonClient:
     """Start the daemon of a new detached cluster, have it plan the cluster, and return a connection to it.
 
     Raises:
@@ -245,7 +245,7 @@ def start(options: StartOptions, place: EnginePlace, on_progress: OnProgress) ->
         StartError: The daemon did not start, or the machines do not have what was requested.
     """
     without_resolver = dataclasses.replace(options, on=None)
-    client = _start_daemon(DaemonOptions(who=_notebook_name(), options=without_resolver, place=place))
+    client = _start_daemon(DaemonOptions(who=_notebook_name(), options=without_resolver, planner=planner))
     try:
         client.plan(on_progress)
     except BaseException:

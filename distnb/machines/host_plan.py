@@ -17,7 +17,7 @@ from distnb.machines.agents.machine_launcher import Hosts, MachineLinks
 from distnb.machines.transport import Found, Way
 from distnb.topology import WORKER, Task
 
-__all__ = ["HostOptions", "HostPlace", "HostPlan"]
+__all__ = ["HostOptions", "HostPlan", "plan_hosts"]
 
 
 @dataclass(frozen=True)
@@ -109,44 +109,46 @@ class HostPlan(EnginePlan):
         self.links.transport.close()
 
 
-@dataclass(frozen=True)
-class HostPlace:
-    """The place of engines on other machines, and the notebook's folders that are sent there."""
+def plan_hosts(
+    machines: HostOptions,
+    way: Way,
+    folders: tuple[str, ...],
+    options: StartOptions,
+    processes: Processes,
+    on_progress: Callable[[str], None],
+) -> HostPlan:
+    """Return the plan of the engines of a start, after connecting to the agents of the machines.
 
-    machines: HostOptions
-    way: Way
-    folders: tuple[str, ...] = ()
-
-    def plan(self, options: StartOptions, processes: Processes, on_progress: Callable[[str], None]) -> HostPlan:
-        """Return the plan of the engines, after connecting to the agents of the machines."""
-        machines = self.machines
-        links = MachineLinks(self.way.open(), processes)
-        transport = links.transport
-        try:
-            transport.prepare(machines.hosts, on_progress)
-            address = listening_address(map(transport.network_name, machines.hosts), machines.interface)
-            found = links.open(machines.hosts, on_progress)
-            tasks = [task for task in machines.tasks for _ in range(machines.replicas if task.job == WORKER else 1)]
-            hosts = [machines.tasks[task] for task in tasks] or _hosts_of_engines(
-                options, machines, found, transport.machine
-            )
-            engines, notices = place_engines(
-                options, hosts, tasks, lambda host: found[host][:2], machine_of=transport.machine
-            )
-        except BaseException:
-            links.close()
-            transport.close()
-            raise
-        return HostPlan(
-            engines=tuple(engines),
-            notices=notices,
-            options=options,
-            address=address,
-            packages={host: each.packages for host, each in found.items()},
-            folders=self.folders,
-            links=links,
-            machines=machines,
+    Args:
+        way: The way to the machines.
+        folders: The notebook's folders that are sent there.
+    """
+    links = MachineLinks(way.open(), processes)
+    transport = links.transport
+    try:
+        transport.prepare(machines.hosts, on_progress)
+        address = listening_address(map(transport.network_name, machines.hosts), machines.interface)
+        found = links.open(machines.hosts, on_progress)
+        tasks = [task for task in machines.tasks for _ in range(machines.replicas if task.job == WORKER else 1)]
+        hosts = [machines.tasks[task] for task in tasks]
+        hosts = hosts or _hosts_of_engines(options, machines, found, transport.machine)
+        engines, notices = place_engines(
+            options, hosts, tasks, lambda host: found[host][:2], machine_of=transport.machine
         )
+    except BaseException:
+        links.close()
+        transport.close()
+        raise
+    return HostPlan(
+        engines=tuple(engines),
+        notices=notices,
+        options=options,
+        address=address,
+        packages={host: each.packages for host, each in found.items()},
+        folders=folders,
+        links=links,
+        machines=machines,
+    )
 
 
 def _hosts_of_engines(

@@ -6,13 +6,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 
 from distnb.cluster.devices import check_count
-from distnb.cluster.engine_plan import check_replicas_per_worker
+from distnb.cluster.engine_plan import Planner, check_replicas_per_worker
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError
-from distnb.machines.host_plan import HostOptions, HostPlace
+from distnb.machines.host_plan import HostOptions, plan_hosts
 from distnb.machines.resolved_machines import machines_of
 from distnb.machines.transport import Way
 from distnb.machines.users_code.sent_folders import read_folders
@@ -38,15 +39,15 @@ class OtherMachines(ABC):
     def way(self, machines: HostOptions) -> Way:
         """Return the transport to machines that `find_hosts` has returned."""
 
-    def place(self, options: StartOptions) -> HostPlace:
-        """Return the place of the engines.
+    def planner(self, options: StartOptions) -> Planner:
+        """Return the function that plans the engines.
 
         Raises:
             OptionError: An option of the start does not apply to these machines.
         """
         machines = self.find_hosts(options)
         check_replicas_per_worker(options, options.tasks or tuple(machines.tasks))
-        return HostPlace(machines, self.way(machines), read_folders(options.sync))
+        return partial(plan_hosts, machines, self.way(machines), read_folders(options.sync))
 
 
 def one_host_each(prefix: str, options: StartOptions, usual: Callable[[], int], interface: str | None) -> HostOptions:

@@ -21,7 +21,7 @@ import pytest
 
 import distnb
 from distnb.cluster.connection import Connection, Keys, make_keys
-from distnb.cluster.engine_plan import ThisMachinePlace, place_of
+from distnb.cluster.engine_plan import plan_on_this_machine, planner_of
 from distnb.cluster.heartbeat_listener import HeartbeatListener
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.launcher import EngineOrder, PlacedEngine
@@ -35,7 +35,7 @@ from distnb.errors import OptionError, StartError
 from distnb.machines.agents.heartbeat import heartbeat
 from distnb.machines.agents.machine_launcher import Hosts, MachineLinks
 from distnb.machines.agents.machine_messages import Assignment, decode_report, encode_order, encode_report
-from distnb.machines.host_plan import HostOptions, HostPlace
+from distnb.machines.host_plan import HostOptions, plan_hosts
 from distnb.machines.other_machines import OtherMachines
 from distnb.machines.start_line import read_options
 from distnb.machines.transport import Found, Transport, Way
@@ -170,8 +170,8 @@ def test_engines_are_distributed_over_machines(processes: Processes, monkeypatch
 
     def engines(devices: str | None = None, **words: Any) -> dict[str, int]:
         machines = HostOptions(hosts=("a", "b"), **words)
-        place = HostPlace(machines, Way(SSHTransport))
-        plan = place.plan(StartOptions(devices=devices), processes, lambda text: None)
+        options = StartOptions(devices=devices)
+        plan = plan_hosts(machines, Way(SSHTransport), (), options, processes, lambda text: None)
         notices[:] = plan.notices
         assert plan.packages == {"a": {"numpy": "2.1"}, "b": {}}
         return dict(Counter(each.host for each in plan.engines))
@@ -209,8 +209,8 @@ def test_engines_are_distributed_over_machines(processes: Processes, monkeypatch
         (lambda: Ray(cpus_per_engine=-1), "cpus_per_engine=-1: give a number, 0 or more"),
         (lambda: Ray("local"), "'local' is not an address. Write host:port"),
         (lambda: StartOptions(on="ssh"), r"on='ssh': name other machines by an object, such as distnb.SSH"),
-        (lambda: SSH(["a"]).place(StartOptions(replicas_per_worker=2)), "is for a cluster with parameter servers"),
-        (lambda: place_of(StartOptions(replicas_per_worker=2)), "is for a cluster with parameter servers"),
+        (lambda: SSH(["a"]).planner(StartOptions(replicas_per_worker=2)), "is for a cluster with parameter servers"),
+        (lambda: planner_of(StartOptions(replicas_per_worker=2)), "is for a cluster with parameter servers"),
     ],
 )
 def test_invalid_machines_are_refused(make: Any, text: str) -> None:
@@ -285,7 +285,7 @@ def test_the_ray_cluster_of_the_notebook_is_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_notebook_listens_on_the_address_of_its_launcher() -> None:
-    assert ThisMachinePlace().plan(StartOptions(n=2)).address == ""
+    assert plan_on_this_machine(StartOptions(n=2)).address == ""
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert interface_of("127.0.0.7") == "lo"
     assert listening_address(["127.0.0.1"], None) == "127.0.0.1"

@@ -94,7 +94,7 @@ def planned(
     given = StartOptions(on=on, **options)
     plan, processes = None, Processes()
     try:
-        plan = on.place(given).plan(given, processes, lambda text: None)
+        plan = on.planner(given)(given, processes, lambda text: None)
         yield plan, simulated
     finally:
         simulated.close()
@@ -199,4 +199,4 @@ def test_an_invalid_cluster_is_refused(make: Any, text: str) -> None:
 )
 def test_bad_options_are_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(OptionError, match=text):
-        IPythonParallel().place(StartOptions(**given))
+        IPythonParallel().planner(StartOptions(**given))

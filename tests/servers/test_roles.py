@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import distnb
-from distnb.cluster.engine_plan import EnginePlan, ThisMachinePlace
+from distnb.cluster.engine_plan import EnginePlan, plan_on_this_machine
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
@@ -119,7 +119,7 @@ def planned(
     options = StartOptions(on=on, devices=devices, **given)
     processes = Processes()
     try:
-        return on.place(options).plan(options, processes, lambda text: None)
+        return on.planner(options)(options, processes, lambda text: None)
     finally:
         processes.close()
 
@@ -177,7 +177,7 @@ def test_workers_may_have_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_tasks_of_this_machine_are_found() -> None:
-    plan = ThisMachinePlace().plan(StartOptions(devices="cpu:4,cpu:7", oversubscribe=True, workers=2, ps=2))
+    plan = plan_on_this_machine(StartOptions(devices="cpu:4,cpu:7", oversubscribe=True, workers=2, ps=2))
     assert devices_of(plan) == ["cpu:4", "cpu:7", "cpu:0", "cpu:0"]
     assert [each.task for each in plan.engines] == [W0, W1, PS0, PS1]
 
