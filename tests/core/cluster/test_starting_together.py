@@ -167,3 +167,8 @@ def test_the_process_that_has_loaded_torch_forks_later_engines(monkeypatch: pyte
         cluster.restart([0, 1])
         assert len({first, second, third, template(cluster)}) == 4
         assert cluster.missing == ()
+        cluster.end_engines()  # to free their memory
+        processes.wait_until(
+            lambda: not any("distnb.engine" in each.cmdline() for each in processes.children_of_this_run().values()),
+            _WITHIN_S,
+        )
