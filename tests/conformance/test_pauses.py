@@ -1,4 +1,5 @@
-"""Programs that are interrupted at their second `pause()`: by a resize, a killed engine, or a checkpoint.
+"""Programs that are interrupted at their second `pause()`: by a resize, a killed engine, engines that end because nobody
+uses them, or a checkpoint.
 
 The part before the first pause makes the objects, and `kept` has them by name.
 """
@@ -10,12 +11,13 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conformance.program import SYNCHRONOUS, all_programs
 from tests.conformance.ways import TIME_LIMIT_S, Way, cell_of, judge, named, outcome_of, prepare
 from tests.support.kernel import Notebook
-from tests.support.processes import OF_MODULE
+from tests.support.processes import OF_MODULE, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(TIME_LIMIT_S)]
 PROGRAMS = [program for program in all_programs() if len(program.parts) == 3]
@@ -88,6 +90,22 @@ def test_a_program_continues_on_other_engines(
             assert "distnb.Checkpoint(model=model, optimizer=optimizer).restore(path)" in lost.error_text
             notebook.run(cell_of(found, way, f"distnb.Checkpoint(**kept).restore({folder!r})"))
     judge(found, way, outcome_of(notebook, found, cell_of(found, way, rest)))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker", "central_storage"])
+@pytest.mark.parametrize("program", [program.name for program in PROGRAMS])
+def test_a_program_continues_on_engines_that_nobody_has_used(program: str, strategy: str) -> None:
+    found, way = named(program), Way(strategy, "cell", 2)
+    make, train, rest = found.parts
+    with Notebook() as notebook:
+        notebook.run("%distnb start -n 2 --idle-timeout 5s", timeout_s=120)
+        prepare(notebook, found, way)
+        notebook.run(cell_of(found, way, f"{make}import os\nengine = os.getpid()\n{train}"))
+        engines = notebook.value("list(engine.values)")
+        wait_until(lambda: not any(map(psutil.pid_exists, engines)), 60)
+        notebook.run("%distnb restart", timeout_s=120)
+        judge(found, way, outcome_of(notebook, found, cell_of(found, way, rest)))
 
 
 def transfers() -> list[object]:

@@ -109,8 +109,10 @@ def register_copied(value: Any, origin: Origin | None, *, with_parts: bool = Fal
     Its content that only counts once, such as the counts of a metric, is that replica's own, unless `with_parts`: that
     replica has ended.
     """
-    if is_part(value) and not with_parts:
-        forget_part(value)
+    if not with_parts:
+        for part in (value, *parameters_of(value)):
+            if is_part(part):
+                forget_part(part)
     if is_mirrored(value) and is_metric(value):
         metric_binding.bind(value)
     elif origin is not None:

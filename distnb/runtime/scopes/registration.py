@@ -20,7 +20,7 @@ from distnb.collectives.gradients.optimizer_steps import note_versions, optimize
 from distnb.collectives.gradients.parameter_groups import Identity, find_mirror
 from distnb.compat import torch_internals
 from distnb.errors import ContextError, OptionError
-from distnb.options import CommunicationOptions, VariableAggregation
+from distnb.options import CommunicationOptions
 from distnb.runtime import contexts
 from distnb.runtime.reduction.equal_values import make_equal
 from distnb.runtime.scopes import first_call, foreign_libraries, metric_binding
@@ -319,8 +319,6 @@ class Registration:
                     continue
                 if isinstance(parameter, Variable):
                     self._made_variables = max(self._made_variables, parameter.number)
-                    if isinstance(parameter, SyncOnReadVariable) and parameter.aggregation is VariableAggregation.SUM:
-                        component_of(parameter).zero_()  # a copy of another replica's component would be added twice
                 if key is not None:
                     self._register(parameter, key, names.get(id(parameter), ""), place)
             if isinstance(value, torch.nn.Module):
