@@ -40,10 +40,16 @@ _REQUEST_NBYTES = 1 << 20
 _MODULES = (
     # what all engines use
     *("torch", "torch.distributed", "torch.utils.data", "numpy.random", "sqlite3", "distnb.strategies.mirrored"),
-    *("distnb.engine.app", "distnb.engine.agent", "IPython.core.completerlib", "IPython.core.oinspect"),
+    *("distnb.engine.app", "distnb.engine.agent", "distnb.engine.template", "tornado.platform.asyncio"),
+    *("IPython.core.completerlib", "IPython.core.oinspect", "concurrent.futures.process"),
+    # what they load for a program
+    *("distnb.objects.modes.torch_modes", "distnb.objects.modes.numpy_modes", "distnb.runtime.chief_work.chief_first"),
+    *("distnb.strategies.context", "distnb.strategies.nn", "torch._subclasses.schema_check_mode"),
     # what all kernels use
     *("ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.zmqshell", "ipykernel.debugger", "jedi"),
     *("IPython.core.completer", "matplotlib_inline.backend_inline", "ipywidgets", "anywidget"),
+    *("IPython.core.logger", "IPython.core.magics.extension", "IPython.extensions.storemagic", "pexpect"),
+    *("importlib.readers", "zmq.utils.garbage", "faulthandler", "distnb.widgets.widget_view"),
     *("distnb.magics.extension", "distnb.widgets.front", "distnb.notebook.session", "distnb.notebook.remote_runtime"),
 )
 
@@ -106,10 +112,13 @@ def main() -> NoReturn:
     sys.path.remove("")  # the directory of `python -c`
     connection = socket.socket(fileno=os.dup(0))
     gc.disable()  # imports leave no garbage
-    more = os.environ.get(PRELOAD_VARIABLE, "").split(",")
-    for name in (*_MODULES, *filter(None, map(str.strip, more))):
+    for name in _MODULES:
+        importlib.import_module(name)
+    importlib.import_module("distnb.notebook.namespace.module_watch").note_libraries()
+    for name in filter(None, map(str.strip, os.environ.get(PRELOAD_VARIABLE, "").split(","))):
         importlib.import_module(name)
     importlib.import_module("distnb.compat.torch_internals").load_compiler_on_demand()
+    importlib.import_module("distnb.compat.module_lists").compact()
     gc.freeze()  # a collection writes to every object that it visits, and memory is shared only until it is written to
     _serve(connection)
 

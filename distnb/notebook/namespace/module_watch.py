@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import itertools
 import os
 import site
 import sys
@@ -31,6 +32,15 @@ class FileVersion(NamedTuple):
 
     time: float | None
     patches: bool = False
+
+
+_libraries = (0, "")  # the number of modules, and the name of the last one, when `note_libraries` was called
+
+
+def note_libraries() -> None:
+    """Note that none of the loaded modules is the user's. To look at each of them would copy its shared pages."""
+    global _libraries
+    _libraries = len(sys.modules), next(reversed(sys.modules))
 
 
 versions: list[Callable[[str], FileVersion | None]] = []
@@ -102,7 +112,7 @@ class ModuleWatch:
         self._texts: dict[str, str] = {}  # the modules' files as they were when the modules were found
         self._reloads: dict[str, Reloads] = {}
         self._local: dict[str, bool] = {}
-        self._newest = 0, ""
+        self._newest = _libraries
         self._names: list[str] = []
         # The loaded modules of each package, by the first part of their names within it. Example: {"torch": {"nn":
         # ["torch.nn", "torch.nn.functional"]}}.
@@ -130,22 +140,25 @@ class ModuleWatch:
         return [each for each in found if isinstance(each, types.ModuleType)]
 
     def update(self) -> None:
-        """Find the local modules again if a module was loaded, which is then the last of thousands in `sys.modules`.
+        """Find the local modules among those that were loaded since the last call: the last ones in `sys.modules`.
 
         Call this when a program has ended, because a module that it imported may be edited before the next one.
         """
         newest = len(sys.modules), next(reversed(sys.modules), "")
         if newest == self._newest:
             return
+        count, last = self._newest
         self._newest = newest
         self._within.clear()
-        loaded = sys.modules.copy().items()  # at once: a list of pairs takes long enough for another thread's import
-        self._names = [
-            name
-            for name, each in loaded
+        # In one call, during which no other thread can import.
+        latest = [*itertools.islice(reversed(sys.modules), max(0, newest[0] - count) + 1)][::-1]
+        if newest[0] < count or latest[0] != last:  # a module was removed
+            latest, self._names = ["", *sys.modules], []
+        for name in latest[1:]:
+            module = sys.modules.get(name)
             # multiprocessing keeps the main module under a second name.
-            if isinstance(each, types.ModuleType) and each.__name__ == name and self._is_local(name, each)
-        ]
+            if isinstance(module, types.ModuleType) and module.__name__ == name and self._is_local(name, module):
+                self._names.append(name)
         for name in self._names:
             if name not in self._states:
                 self._note(name, sys.modules[name])

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _SMALL_NBYTES = 1 << 20
-_COPIED_NBYTES = 64 << 20
+_COPIED_NBYTES = 4 << 20
 _LARGER_BY_FAR = 4
 _FEW = 100
 _MOST_SIZES = 1000
@@ -126,7 +126,7 @@ class MemoryBlock:
         """Make a block with the bytes of a buffer that nobody else writes to.
 
         A large block uses the buffer's own memory, which the processes of a machine share until they write to it. torch
-        can only resize memory of its own, so a resizable block is a copy, unless it is very large.
+        can only resize memory of its own, so a resizable block of up to 4 MiB is a copy.
         """
         import numpy
 

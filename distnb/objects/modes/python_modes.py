@@ -143,11 +143,11 @@ def _loggers() -> list[logging.Logger]:
     known = logging.Logger.manager.loggerDict
     if _loggers_known != (len(known), len(sys.modules)):
         _loggers_known = len(known), len(sys.modules)
-        modules = sys.modules.keys() - {"__main__"}
         _own_loggers = [
             each
             for name, each in list(known.items())
-            if isinstance(each, logging.Logger) and name.partition(".")[0] not in modules
+            if isinstance(each, logging.Logger)
+            and ((package := name.partition(".")[0]) not in sys.modules or package == "__main__")
         ]
     return _own_loggers
 
