@@ -24,6 +24,7 @@ from distnb.cluster.process_environment import (
     keep_temporary_sockets_in,
 )
 from distnb.engine.template import fork_engines, load
+from distnb.objects.memory.freed_memory import keep_freed_memory
 from distnb.process_log import open_log
 from distnb.topology import parse_device
 
@@ -44,6 +45,7 @@ def main() -> None:
     keep_temporary_sockets_in(path.parent)
     open_log(path.parent, f"engine-{engine}")
     log = os.fdopen(os.dup(2), "w")
+    keep_freed_memory()
     load()
     import torch
 

@@ -80,12 +80,14 @@ class Side:
         classes: The classes that it has sent or received by value.
         copying: True if it sends copies of objects that stay here. Tensors are then sent without their graphs, and an
             object that cannot be pickled raises an error instead of becoming a placeholder.
+        resizable_nbytes: The size up to which a tensor that can be resized where it comes from can be resized here.
     """
 
     user_ns: dict[str, Any]
     references: References
     classes: definitions.Classes = field(default_factory=definitions.Classes)
     copying: bool = False
+    resizable_nbytes: int = 64 << 20
 
 
 @dataclass

@@ -35,7 +35,7 @@ from distnb.objects.code import definitions
 from distnb.objects.collecting import no_collection
 from distnb.objects.constructors import ByOpener, open_storage
 from distnb.objects.digesting import Side
-from distnb.objects.memory.blocks import MemoryBlock
+from distnb.objects.memory.blocks import COPIED_NBYTES, MemoryBlock
 from distnb.objects.packing import OFFSET_BITS, Packed
 from distnb.objects.placeholder import CURE_FOR_MODULES, Placeholder, label_of
 
@@ -161,9 +161,12 @@ class Opener:
 
     def open_memory(self, data: Any, resizable: bool) -> MemoryBlock:
         """Return a new block of memory."""
-        memory = MemoryBlock.filled(data, resizable=resizable)
+        memory = self._filled(data, resizable)
         self.new_memories.append(memory)
         return memory
+
+    def _filled(self, data: Any, resizable: bool) -> MemoryBlock:
+        return MemoryBlock.filled(data, self._side.resizable_nbytes if resizable else COPIED_NBYTES)
 
     def update_memory(self, number: int, data: Any, resizable: bool) -> MemoryBlock:
         """Return a known block of memory. If `data` is not None, the block gets this content."""
@@ -174,7 +177,7 @@ class Opener:
                 raise CannotTravelError("torch has resized the storage that contained it on this side")
             return self.open_memory(data, resizable)
         if not self._writes:
-            return MemoryBlock.filled(bytes(known.buffer()) if data is None else data, resizable=resizable)
+            return self._filled(bytes(known.buffer()) if data is None else data, resizable)
         if data is None or known.write(data):
             return known
         return self.open_memory(data, resizable)

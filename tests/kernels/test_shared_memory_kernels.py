@@ -145,7 +145,8 @@ def test_kernels_and_engines_are_forked_and_owned_by_their_starters(kernel: Kern
         }
         shared = Path(f"/proc/{engines[0]}/smaps_rollup").read_text()
         sizes = {line.split(":")[0]: int(line.split()[1]) for line in shared.splitlines() if "kB" in line}
-        assert sizes["Shared_Dirty"] > 100_000 > sizes["Private_Dirty"]
+        assert sizes["Shared_Dirty"] > 100_000
+        assert sizes["Private_Dirty"] < 32_000  # 26,000 were measured
         # Where they share processors, the threads of torch's operators do not spin.
         assert b"OMP_WAIT_POLICY=PASSIVE" in Path(f"/proc/{engines[0]}/environ").read_bytes().split(b"\0")
         draw = "[__import__('random').random(), __import__('numpy').random.rand(), __import__('torch').rand(1).item()]"

@@ -151,7 +151,9 @@ class EngineObjects:
         self.key = key
         self.replica = 0
         self.references = EngineReferences(self)
-        self.tracker = Tracker(Side(user_ns=user_ns, references=self.references, classes=classes), place)
+        # The notebook's data is larger, and the engines of a machine share it.
+        side = Side(user_ns=user_ns, references=self.references, classes=classes, resizable_nbytes=4 << 20)
+        self.tracker = Tracker(side, place)
         self.owned: dict[ObjectId, Any] = {}
         self.plain: dict[str, Any] = {}
         self.inherit: Callable[[], None] | None = None

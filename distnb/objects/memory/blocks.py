@@ -17,6 +17,7 @@ from typing import Any
 
 __all__ = [
     "BYTES_AT",
+    "COPIED_NBYTES",
     "PLAIN_DTYPES",
     "MemoryBlock",
     "MemoryBlocks",
@@ -30,8 +31,9 @@ __all__ = [
     "tensor_window",
 ]
 
-_SMALL_NBYTES = 1 << 20
-_COPIED_NBYTES = 4 << 20
+COPIED_NBYTES = 1 << 20
+"""The largest block that is copied on arrival, which takes no longer than to map it."""
+
 _LARGER_BY_FAR = 4
 _FEW = 100
 _MOST_SIZES = 1000
@@ -122,11 +124,11 @@ class MemoryBlock:
         return True
 
     @staticmethod
-    def filled(data: Any, *, resizable: bool = False) -> MemoryBlock:
+    def filled(data: Any, copied_nbytes: int = COPIED_NBYTES) -> MemoryBlock:
         """Make a block with the bytes of a buffer that nobody else writes to.
 
-        A large block uses the buffer's own memory, which the processes of a machine share until they write to it. torch
-        can only resize memory of its own, so a resizable block of up to 4 MiB is a copy.
+        A larger block than `copied_nbytes` uses the buffer's own memory, which the processes of a machine share until
+        they write to it, and which torch cannot resize.
         """
         import numpy
 
@@ -135,7 +137,7 @@ class MemoryBlock:
         if torch is None:
             owner: Any = numpy.frombuffer(bytearray(view) if view.readonly or view.nbytes == 0 else view, numpy.uint8)
             return MemoryBlock(owner, owner.ctypes.data, owner.nbytes)
-        if view.nbytes > (_COPIED_NBYTES if resizable else _SMALL_NBYTES) and not view.readonly:
+        if view.nbytes > copied_nbytes and not view.readonly:
             owner = torch.frombuffer(view, dtype=torch.uint8)
         else:
             owner = torch.empty(view.nbytes, dtype=torch.uint8, device="cpu")
@@ -332,7 +334,7 @@ def array_window(array: Any, memories: MemoryBlocks) -> tuple[MemoryBlock, int]:
         memory = MemoryBlock(_as_bytes(copy), copy.ctypes.data, copy.nbytes)
         return memory, -1
     block, lowest = _as_bytes(flat), flat.__array_interface__["data"][0]
-    if root.nbytes > max(_SMALL_NBYTES, _LARGER_BY_FAR * (end - start)):  # do not send all of it for a small part
+    if root.nbytes > max(COPIED_NBYTES, _LARGER_BY_FAR * (end - start)):  # do not send all of it for a small part
         block, lowest = block[start - lowest : end - lowest], start
     memory = MemoryBlock(block, lowest, block.nbytes)
     memories.add(memory)
@@ -368,7 +370,7 @@ def stored_window(tensor: Any, first: int, extent: int, memories: MemoryBlocks) 
     if known is not None:
         return known, first - known.start
     memory = MemoryBlock.of_storage(storage)
-    if memory.nbytes > max(_SMALL_NBYTES, _LARGER_BY_FAR * extent):
+    if memory.nbytes > max(COPIED_NBYTES, _LARGER_BY_FAR * extent):
         begin = first - memory.start
         memory = MemoryBlock(memory.owner[begin : begin + extent], first, extent)
     memories.add(memory)

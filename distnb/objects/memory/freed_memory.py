@@ -10,13 +10,28 @@ import ctypes
 import gc
 import time
 
-__all__ = ["return_freed_memory"]
+__all__ = ["keep_freed_memory", "return_freed_memory"]
 
 _LONG_S = 1.0
 _LITTLE = 0.02  # of a program's time
 
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+_KEPT_NBYTES = 32 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+_malloc = ctypes.CDLL(None)
+_trim = getattr(_malloc, "malloc_trim", None)  # glibc has it
 _latest_collection_s = 0.0
+
+
+def keep_freed_memory() -> None:
+    """Make malloc keep the blocks of tensors that a program frees, since its next step needs them again.
+
+    By default glibc returns each block of more than 128 KiB to the system, until a larger one was freed. The pages of
+    new blocks took a quarter of the time of training a small convolutional network.
+    """
+    if _trim is not None:
+        _malloc.mallopt(_M_MMAP_THRESHOLD, _KEPT_NBYTES)
+        _malloc.mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_NBYTES)
 
 
 def return_freed_memory(began: float) -> None:

@@ -89,6 +89,7 @@ USES = {
     "detached": "distnb.start(1, detach=True)",
     "estimator": "distnb.estimator",
     "keras": "distnb.keras",
+    "kernels": "importlib.import_module('distnb.features').require('commands', 'kernel')",
     "machines": "distnb.start(on=distnb.SSH(['a']))",
     "servers": "distnb.ParameterServerStrategy()",
     "sharded": "distnb.ShardedStrategy(['cpu:0', 'cpu:1'])",

@@ -112,11 +112,12 @@ def values(found: Any) -> list[int]:
     return [found] * 2 if isinstance(found, int) else list(found.values)
 
 
-@pytest.mark.parametrize("kind", ["plain", "read-only", "of rows", "in a frame"])
+@pytest.mark.parametrize("kind", ["plain", "read-only", "of rows", "in a frame", "of torch"])
 def test_engines_of_a_machine_share_received_memory(kind: str, world: ClusterWorld, mapped: int) -> None:
     made = np.random.default_rng(1).random(NBYTES // 8)
     made.flags.writeable = kind != "read-only"
-    kinds = {"of rows": made.reshape(-1, 8)[:, ::-1], "in a frame": pandas.DataFrame({"x": made}, copy=False)}
+    kinds: dict[str, Any] = {"of rows": made.reshape(-1, 8)[:, ::-1], "of torch": torch.tensor(made)}
+    kinds["in a frame"] = pandas.DataFrame({"x": made}, copy=False)
     world.notebook.user_ns["big"] = kinds.get(kind, made)
     run_all(world, [distributed("import numpy as np\ntotal = float(np.asarray(big).sum())" + LOOK)])
     assert values(world.names()["mapped"]) == [mapped, mapped]
