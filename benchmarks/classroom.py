@@ -8,7 +8,7 @@ size": memory that several processes share counts in equal parts. `--kernel dist
 installs, and `python3` the usual one. There is no peer, so these figures are no ratios.
 
 The target of the project is 30 notebooks in 6 GB. With torch 2.13, on two cores with other programs, 30 of them took
-9.3 GB with one epoch: the kernels 4.2, the engines 4.8, other processes 0.3.
+5.9 GB with one epoch: the kernels 2.4, the engines 3.2, other processes 0.3.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class _System:
 
 
 def compact() -> None:
-    """Copy the names and files of the loaded modules into adjacent memory, once. Call it before the process is forked."""
+    """Copy the names and files of the loaded modules into adjacent memory, once, before the process is forked."""
     if isinstance(ipykernel.ipkernel.sys, _System):
         return
     for name in list(sys.modules):

@@ -13,8 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from jupyter_client.manager import KernelManager
 
+import distnb
 from distnb.kernels import provisioner
 from distnb.kernels.kernel_spec import KERNEL, PROVISIONER
 from tests.support import warm_engines
@@ -109,6 +111,11 @@ def kernel() -> Iterator[Kernel]:
 
 def ended(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def test_the_debugger_knows_the_files_of_all_modules(kernel: Kernel) -> None:
+    files = kernel.value("get_ipython().kernel._kernel_modules")
+    assert {torch.__file__, os.__file__, distnb.__file__} <= {*files}
 
 
 LOOKS = """

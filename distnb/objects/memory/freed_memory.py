@@ -1,7 +1,7 @@
 """Memory that a program has freed, and that malloc and Python keep for this process.
 
-After a training of half a minute, that was a tenth of a notebook's memory and of each of its engines'. After a text file
-of 30 MB was read, it was 9 MB that Python's lists of free objects kept, each of which is on another page.
+After a training of half a minute, that was a tenth of a notebook's memory and of each of its engines'. After a text
+file of 30 MB was read, Python's lists of free objects kept another 9 MB.
 """
 
 from __future__ import annotations

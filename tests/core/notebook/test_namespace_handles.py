@@ -838,6 +838,33 @@ def test_a_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypa
     del sys.modules["distnb_second_name"]
 
 
+def test_local_modules_are_found_among_those_loaded_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = [f"distnb_local_{letter}" for letter in "abcd"]
+    for name in names:
+        tmp_path.joinpath(f"{name}.py").write_text("")
+
+    def load(name: str) -> None:
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+
+    def found() -> list[str]:
+        return [module.__name__ for module in watch.local() if module.__name__ in names]
+
+    load(names[0])
+    monkeypatch.setattr(module_watch, "_libraries", (0, ""))
+    module_watch.note_libraries()
+    watch = module_watch.ModuleWatch()
+    assert found() == []
+    load(names[1])
+    load(names[2])
+    assert found() == names[1:3]
+    del sys.modules[names[1]]
+    assert found() == [names[0], names[2]]  # a module was removed, and all are looked at
+    load(names[3])
+    del sys.modules[names[2]]
+    assert found() == [names[0], names[3]]
+
+
 # -- calls ---------------------------------------------------------------------------------------------------------------
 
 
