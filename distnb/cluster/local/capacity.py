@@ -21,9 +21,9 @@ CAP_VARIABLE = "DISTNB_MAX_ENGINES"
 CAP_FILE = Path("/etc/distnb/max_engines")
 """The administrator's file with the same limit. If both are set, the smaller limit applies."""
 
-ENGINE_NBYTES = 250 * 2**20
-"""The memory of an engine before a cell has run, without the part shared with other engines: 235 MiB were measured with
-torch 2.13 for CPUs."""
+ENGINE_NBYTES = 100 * 2**20
+"""The memory of each of two engines before a cell has run: 20 MiB and 150 MiB that both share were measured with torch
+2.13 for CPUs."""
 
 _FEW = 8  # any machine may start this many: for lessons and experiments
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -50,7 +50,7 @@ def test_far_more_engines_than_cores_are_refused_with_the_figures(engines: int, 
 def test_more_engines_than_memory_allows_are_refused_with_the_figures() -> None:
     room = Capacity(cores=16, memory_nbytes=4 * ENGINE_NBYTES - 1)
     check_capacity(3, room, oversubscribe=False)
-    with pytest.raises(StartError, match=r"4 engines need 1,000 MiB of memory.*\(250 MiB each\), but 999 MiB are free"):
+    with pytest.raises(StartError, match=r"4 engines need 400 MiB of memory.*\(100 MiB each\), but 399 MiB are free"):
         check_capacity(4, room, oversubscribe=False)
     check_capacity(4, room, oversubscribe=True)
 
