@@ -114,7 +114,7 @@ def _load_for_forking() -> bool:
     """Load the engines' modules. Return False if an import began to use a GPU, which a forked process cannot use."""
     gc.disable()  # imports leave no garbage
     load()
-    importlib.import_module("distnb.compat.module_lists").compact()
+    importlib.import_module("distnb.compat.ipython_internals").compact_modules()
     gc.freeze()  # a collection writes to every object that it visits, and memory is shared only until it is written to
     return not sys.modules["torch"].cuda.is_initialized()
 

@@ -118,7 +118,7 @@ def main() -> NoReturn:
     for name in filter(None, map(str.strip, os.environ.get(PRELOAD_VARIABLE, "").split(","))):
         importlib.import_module(name)
     importlib.import_module("distnb.compat.torch_internals").load_compiler_on_demand()
-    importlib.import_module("distnb.compat.module_lists").compact()
+    importlib.import_module("distnb.compat.ipython_internals").compact_modules()
     gc.freeze()  # a collection writes to every object that it visits, and memory is shared only until it is written to
     _serve(connection)
 

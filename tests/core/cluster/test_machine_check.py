@@ -45,7 +45,7 @@ def _refuse(*arguments: object) -> None:
     [
         ("versions", (machine_check, "version_here", lambda name: "1.0"), "pip install .*'torch"),
         ("cores", (capacity, "cores", lambda: 1), "40 engines .* 1 core.* Start fewer"),
-        ("memory", (capacity, "available_nbytes", lambda: 2**30), "40 engines .* 10,000 MiB .* 1,024 MiB"),
+        ("memory", (capacity, "available_nbytes", lambda: 2**30), "40 engines .* 4,000 MiB .* 1,024 MiB"),
         ("/dev/shm", (machine_check, "_SHARED", "/missing"), "0 MiB.*--shm-size"),
         ("open files", (resource, "getrlimit", lambda which: (64, 64)), "open files .*ulimit -Hn"),
         ("GPUs", (machine_check, "available_gpus", lambda: 3), "3 GPUs, and torch finds 0"),

@@ -21,8 +21,7 @@ ROOT = Path(distnb.__path__[0])
 ELSEWHERE = {
     "cluster/local/script_replica.py": "sys.argv and sys.last_value, as the interpreter sets them for a script",
     "servers/coordinator/pickling.py": "a class of the notebook's, which a closure's pickle defines in __main__",
-    "compat/ipython_internals.py": "linecache.checkcache, which IPython 7 has replaced, too",
-    "compat/module_lists.py": "`sys` in ipykernel's module, which stays the same but for the list of modules",
+    "compat/ipython_internals.py": "linecache.checkcache, which IPython 7 has replaced, too; `sys` in ipykernel's module",
     "compat/torch_internals.py": "torch._dynamo, as the import of the module sets it",
     "engine/adapted_shell.py": "sys.stdout and sys.stderr of the engine",
     "engine/app.py": "sys.stdout, sys.stderr and sys.displayhook of the engine",
