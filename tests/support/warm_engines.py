@@ -1,12 +1,8 @@
 """Engines and kernels that need not import torch, because they are forked from a process that has: the zygote.
 
-A cluster of this machine forks its engines from a template, a process that imports torch first. `patch` makes a
-process fork its templates from a zygote; `patch_kernels` makes it fork kernels, too, each with a zygote of its own for
-its clusters. That spares each cluster and each kernel seconds of imports. All else is as in `python -m distnb.engine`
-and `python -m ipykernel_launcher`: the environment, the standard streams, the session, and the parent process, which
-adopts the template or kernel when the process in between has ended:
-
-    pytest ── starts ──▶ zygote ── forks ──▶ process in between, which ends ── forks ──▶ template ── forks ──▶ engines
+`patch` makes a process fork the templates of its engines from a zygote, as a kernel of `distnb kernel` does
+(`distnb.cluster.local.zygote`), and `patch_kernels` makes it fork kernels, too. That spares each cluster and each
+kernel seconds of imports. The zygote is the same as there but for what it loads, and for the processes' names.
 
 Modules whose subject is the start of processes set `real` (`pytestmark = pytest.mark.usefixtures("real_processes")`).
 Notebooks in browsers and scripts start their engines without a zygote, too.
@@ -17,17 +13,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import json
 import os
-import runpy
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tests.support import hidden_modules, processes
 from tests.support.warm_python import bind_to_parent
@@ -37,8 +30,6 @@ real = False
 
 _ROOT = str(Path(__file__).parents[2])
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "distnb.engine.app", "distnb.engine.agent")
-_ENGINES = ("-P", "-m", "distnb.engine")
-_REQUEST_NBYTES = 1 << 20
 _PR_SET_NAME = 15
 
 
@@ -85,29 +76,13 @@ class AdoptedProcess:
 
 # -- the zygote, as it is seen by the process that uses it ------------------------------------------------------------
 
-
-class _Zygote:
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], cwd: str, streams: Sequence[int]) -> int:
-        """Fork a process that becomes a child of this one, and return its pid."""
-        from distnb.cluster.local.orphans import adopting_orphans
-
-        request = json.dumps({"arguments": arguments, "environment": dict(environment), "cwd": cwd}).encode()
-        with adopting_orphans():
-            socket.send_fds(self._connection, [request], streams)
-            return int(self._connection.recv(64))
+_zygotes: dict[str, tuple[Any, subprocess.Popen[bytes]]] = {}
 
 
-_zygotes: dict[str, tuple[_Zygote, subprocess.Popen[bytes]]] = {}
-_of_this_process: _Zygote | None = None  # of a kernel that was forked
-
-
-def _zygote(mark: str) -> _Zygote:
+def _zygote(mark: str) -> Any:
     """Return the zygote for processes with this mark, which the environment of a forked process shows for ever."""
-    if _of_this_process is not None:
-        return _of_this_process
+    from distnb.cluster.local.zygote import Zygote
+
     if mark not in _zygotes:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {
@@ -128,7 +103,7 @@ def _zygote(mark: str) -> _Zygote:
         ]
         with there:
             process = subprocess.Popen(command, env=environment, stdin=there, start_new_session=True)
-        _zygotes[mark] = _Zygote(here), process
+        _zygotes[mark] = Zygote(here), process
     return _zygotes[mark][0]
 
 
@@ -136,7 +111,7 @@ def close() -> None:
     """End the zygotes of this process."""
     while _zygotes:
         zygote, process = _zygotes.popitem()[1]
-        zygote._connection.close()
+        zygote.close()
         process.wait()
 
 
@@ -146,34 +121,30 @@ def suits(environment: Mapping[str, str]) -> bool:
     return not real and set(path) == {_ROOT} and environment.get("OMP_NUM_THREADS") == "1"
 
 
+class _ForTemplates:
+    """The zygote from which this process forks templates."""
+
+    def fork(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        streams: Sequence[int],
+        **given: Any,
+    ) -> int:
+        """Fork a template. Raise OSError if it has to be started."""
+        if not suits(environment):
+            raise OSError
+        mark = environment.get(processes.MARK_NAME, processes.MARK)
+        return int(_zygote(mark).fork(module, arguments, environment, streams, **given))
+
+
 def patch() -> None:
     """Fork this process's templates of engines from a zygote from now on."""
-    from distnb.cluster.local import processes as started
+    from distnb.cluster.local import forking
 
-    popen = subprocess.Popen
-
-    def start(command: Sequence[str], **settings: Any) -> Any:
-        environment, stdin = settings.get("env"), settings.get("stdin")
-        is_template = tuple(command[1:]) == _ENGINES and isinstance(stdin, socket.socket)
-        if not is_template or environment is None or not suits(environment):
-            return popen(command, **settings)
-        streams = [_descriptor(settings[name]) for name in ("stdin", "stdout", "stderr")]
-        mark = environment.get(processes.MARK_NAME, processes.MARK)
-        return AdoptedProcess(_zygote(mark).fork(["distnb.engine"], environment, os.getcwd(), streams))
-
-    class Patched:
-        """The module `subprocess`, as `distnb.cluster.local.processes` sees it."""
-
-        Popen = staticmethod(start)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(subprocess, name)
-
-    started.subprocess = Patched()  # type: ignore[attr-defined, assignment]
-
-
-def _descriptor(stream: IO[bytes] | socket.socket | int) -> int:
-    return stream if isinstance(stream, int) else stream.fileno()
+    found = _ForTemplates()
+    forking.zygote_of_this_process = lambda: found  # type: ignore[assignment, return-value]
 
 
 def patch_kernels() -> None:
@@ -187,8 +158,9 @@ def patch_kernels() -> None:
             return launch(command, env=env, cwd=cwd, **settings)
         with open(os.devnull, "r+b") as nowhere:
             streams = [nowhere.fileno()] * 3
-            arguments = ["ipykernel_launcher", *command[command.index("-f") :]]
-            return AdoptedProcess(_zygote(env[processes.MARK_NAME]).fork(arguments, env, cwd or os.getcwd(), streams))
+            arguments = command[command.index("-f") :]
+            zygote = _zygote(env[processes.MARK_NAME])
+            return AdoptedProcess(zygote.fork("ipykernel_launcher", arguments, env, streams, cwd=cwd or "."))
 
     local_provisioner.launch_kernel = start
 
@@ -197,72 +169,26 @@ def patch_kernels() -> None:
 
 
 def serve() -> None:
-    """Load the modules, and fork a process for each request. Return in no process; a kernel raises SystemExit."""
+    """Load the modules, and fork a process for each request."""
     bind_to_parent(processes.WARM_PYTHON)
+    from distnb.cluster.local import zygote
+
+    become, serve_requests = zygote._become, zygote._serve
+
+    def become_named(*, module: str, environment: dict[str, str], **given: Any) -> None:
+        name = "python" if module == zygote.ENGINES else processes.WARM_KERNEL
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+        hidden_modules.forget_chosen_otherwise(environment)
+        become(module=module, environment=environment, **given)
+
+    def serve_named(connection: socket.socket) -> None:
+        bind_to_parent(processes.WARM_PYTHON)
+        serve_requests(connection)
+
+    zygote._become, zygote._serve = become_named, serve_named  # type: ignore[assignment]
+    gc.disable()
     for name in _PRELOADED:
         importlib.import_module(name)
     hidden_modules.hide()
     gc.freeze()  # a collection would copy the pages of all objects in each process
-    _serve(socket.socket(fileno=os.dup(0)))
-
-
-def _serve(connection: socket.socket) -> None:
-    while True:
-        request, streams, _, _ = socket.recv_fds(connection, _REQUEST_NBYTES, 3)
-        if not request:
-            os._exit(0)
-        between = os.fork()
-        if between == 0:
-            between = os.getpid()
-            if os.fork():
-                os._exit(0)
-            os.setsid()
-            while os.getppid() == between:
-                os.sched_yield()
-            connection.send(str(os.getpid()).encode())  # only now: it leads its group, and has its parent
-            connection.close()
-            _become(streams=streams, **json.loads(request))
-            os._exit(1)
-        os.waitpid(between, 0)
-        for stream in streams:
-            os.close(stream)
-
-
-def _become(arguments: list[str], environment: dict[str, str], cwd: str, streams: list[int]) -> None:
-    """Give this process the state of one that has just started, and run its program."""
-    global _of_this_process
-    is_engine = arguments == ["distnb.engine"]
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python" if is_engine else processes.WARM_KERNEL.encode())
-    for descriptor, stream in enumerate(streams):
-        os.dup2(stream, descriptor)
-    for stream in {each for each in streams if each > 2}:
-        os.close(stream)
-    os.chdir(cwd)
-    hidden_modules.forget_chosen_otherwise(environment)
-    os.environ.clear()
-    os.environ.update(environment)
-    _renew_environment()
-    tempfile.tempdir = None
-    if is_engine:
-        sys.argv, sys.orig_argv = arguments, [sys.executable, *_ENGINES]
-        runpy.run_module("distnb.engine", run_name="__main__", alter_sys=True)
-        return
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        here.close()
-        os.setsid()
-        bind_to_parent(processes.WARM_PYTHON)
-        _serve(there)
-    there.close()
-    _of_this_process = _Zygote(here)
-    patch()
-    sys.argv = arguments
-    importlib.import_module("ipykernel.kernelapp").launch_new_instance()
-    sys.exit()
-
-
-def _renew_environment() -> None:
-    """Note the environment as the one with which this process began: the zygote's was another."""
-    modes = importlib.import_module("distnb.objects.modes.python_modes")
-    modes._variables_at_first.clear()
-    modes._variables_at_first.update(modes._variables)
+    zygote._serve(socket.socket(fileno=os.dup(0)))
