@@ -173,7 +173,7 @@ _BENCHMARKS = {
         "--rounds 2",
         {"time": [Target("connect", "a second", at_most=1.0), Target("connect", "start", at_most=1.0)]},
     ),
-    "resize": _Benchmark("--rounds 1", {"time": [Target("resize", "start and copy", at_most=1.0, known=1.15)]}),
+    "resize": _Benchmark("--rounds 1", {"time": [Target("resize", "start and copy", at_most=0.5)]}),
     "ray_start": _Benchmark("--rounds 1", {"time": [Target("distnb", "Ray Train", at_most=1.0)]}),
     "scale": _Benchmark(
         "--replicas 4,64 --rounds 3 --seconds 2",

@@ -172,7 +172,7 @@ class _Template:
         for engine, ended in self._starting.items():
             ended(engine, pid, words, expected)  # ignored for engines that have a process of their own
         if self._adopting is not None:
-            self._adopting.join()
+            self._adopting.join(_END_MS / 1000)
         self._socket.close()
 
     def fork(self, assignments: Mapping[int, Mapping[str, Any]], launched: Launched, ended: EngineEnded) -> None:

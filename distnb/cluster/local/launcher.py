@@ -91,7 +91,7 @@ class Launcher(ABC):
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
     ) -> None:
-        """Start engines. The calling thread must not end before they are ready.
+        """Start engines.
 
         Raises:
             OSError: A process cannot be started.

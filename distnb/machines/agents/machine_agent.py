@@ -142,7 +142,6 @@ class _MachineAgent:
                 threading.Thread(target=self._end, args=(engines,), daemon=True).start()
 
     def _launch(self, devices: dict[int, str], sharing: int) -> None:
-        """Start engines. The template is bound to this thread, which lives as long as this process."""
         _logger.info("starting engines: %s", devices)
         orders = []
         for engine, name in devices.items():
