@@ -185,8 +185,7 @@ class _Template:
 
         def adopt() -> None:
             try:
-                self._adopt(len(assignments), launched, ended)
-                if not self._stays:
+                if self._adopt(len(assignments), launched, ended) and not self._stays:
                     self.end()
             except BaseException:  # noqa: BLE001  # after any error the engines end with the template; the log has it
                 with open(next(iter(assignments.values()))["log"], "a") as log:
@@ -196,15 +195,18 @@ class _Template:
         self._adopting = threading.Thread(target=adopt, name="distnb-forking", daemon=True)
         self._adopting.start()
 
-    def _adopt(self, engines: int, launched: Launched, ended: EngineEnded) -> None:
-        """Adopt the engines when all of them have reported that they lead a process group, and let them begin."""
+    def _adopt(self, engines: int, launched: Launched, ended: EngineEnded) -> bool:
+        """Adopt the engines when all of them have reported that they lead a process group, and let them begin.
+
+        Return False if the template ended first. It may still be writing the reason to its log.
+        """
         with suppress(ConnectionResetError):  # if the template ended first
             forking = 0  # the process in between
             pids: dict[int, int] = {}
             while len(pids) < engines:
                 report = self._socket.recv(_REPORT_NBYTES)
                 if not report:
-                    return  # the watcher handles the template's end
+                    return False  # the watcher handles the template's end
                 engine, pid = map(int, report.split())
                 if engine < 0:
                     forking = pid
@@ -212,7 +214,7 @@ class _Template:
                     pids[engine] = pid
             with self._processes.changed:  # while it is held, no end is reported, and no engine is ended
                 if not self._processes.should_run(self.pid):
-                    return  # the engines end with the template
+                    return False  # the engines end with the template
                 for engine, pid in pids.items():
                     with suppress(ProcessLookupError):  # the engine ended with the template
                         self._processes.adopt(pid, partial(ended, engine))
@@ -227,6 +229,8 @@ class _Template:
                         os.kill(forking, signal.SIGKILL)
                         end.poll()
                 os.close(descriptor)
+            return True
+        return False
 
     def end(self) -> None:
         """End the process. Engines that have begun stay."""
