@@ -26,6 +26,7 @@ __all__ = [
     "make_client",
     "make_keys",
     "read_private_file",
+    "write_private_file",
 ]
 
 CONNECTION_VARIABLE = "DISTNB_CONNECTION"
@@ -88,10 +89,7 @@ class Connection:
     def write(self, directory: Path) -> Path:
         """Write the connection file (mode 0600) and return its path."""
         path = connection_path(directory)
-        # The mode is set at creation: before a later chmod, other users could open the file.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(dataclasses.asdict(self), file)
+        write_private_file(path, json.dumps(dataclasses.asdict(self)).encode())
         return path
 
     @classmethod
@@ -111,6 +109,13 @@ def make_client(socket: zmq.Socket[bytes], keys: Keys | Connection) -> None:
     socket.curve_serverkey = keys.server_public.encode()
     socket.curve_publickey = keys.client_public.encode()
     socket.curve_secretkey = keys.client_secret.encode()
+
+
+def write_private_file(path: Path, content: bytes) -> None:
+    """Write a file that only the user can read."""
+    # The mode is set at creation: before a later chmod, other users could open the file.
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(content)
 
 
 def read_private_file(path: str | os.PathLike[str], what: str, cure: str) -> bytes:

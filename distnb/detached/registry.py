@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from distnb.cluster.connection import write_private_file
 from distnb.errors import NoClusterError, OptionError, closest
 
 __all__ = ["Entry", "add", "entries", "find", "remove"]
@@ -94,8 +95,7 @@ def add(entry: Entry) -> Entry:
                 f"(distnb stop {entry.name}), or choose another name."
             )
         new = _path(f".{entry.name}")  # a reader never sees a part of the file
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(dataclasses.asdict(entry), file)
+        write_private_file(new, json.dumps(dataclasses.asdict(entry)).encode())
         os.replace(new, _path(entry.name))
     return entry
 

@@ -25,7 +25,7 @@ from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.cluster.worker_placement import split_address
 from distnb.errors import OptionError, StartError
 from distnb.machines.secret import read_secret, secret_path
-from distnb.machines.server_client import ALIVE, END, ERROR, INPUT, OUTPUT, START, STATUS
+from distnb.machines.server_client import ALIVE, ERROR, INPUT, OUTPUT, START, STATUS
 from distnb.machines.transport import LOST, MACHINE_AGENT
 from distnb.process_log import log_to_stderr
 from distnb.topology import PS
@@ -214,12 +214,12 @@ class Server:
         agent = self._agents.get(client)
         if kind == START and agent is None:
             self._start_agent(client)
+        elif kind == INPUT and agent is not None and not rest[0]:
+            _release(agent)
         elif kind == INPUT and agent is not None:
             assert agent.stdin is not None
             with suppress(BrokenPipeError, ValueError):  # the agent has ended; its status says how
                 agent.stdin.write(rest[0])  # orders are small enough for a pipe's buffer
-        elif kind == END and agent is not None:
-            _release(agent)
 
     def _start_agent(self, client: bytes) -> None:
         try:

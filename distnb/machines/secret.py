@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from distnb.cluster.connection import Keys, read_private_file
+from distnb.cluster.connection import Keys, read_private_file, write_private_file
 from distnb.cluster.worker_placement import host_of, is_loopback
 from distnb.errors import StartError
 
@@ -75,8 +75,7 @@ def write_keys(path: Path, keys: Keys) -> None:
 
     With a secret, both ends derive all keys. With key files, each end has its own secret key and both public keys.
     """
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
-        file.write(_KEY_FILE + json.dumps(dataclasses.asdict(keys)).encode())
+    write_private_file(path, _KEY_FILE + json.dumps(dataclasses.asdict(keys)).encode())
 
 
 def read_secret(path: Path) -> Keys:

@@ -21,11 +21,12 @@ from distnb.errors import OptionError, StartError
 from distnb.machines.secret import read_secret
 from distnb.machines.transport import LOST
 
-__all__ = ["ALIVE", "END", "ERROR", "INPUT", "OUTPUT", "START", "STATUS", "connect_patience_s", "main"]
+__all__ = ["ALIVE", "ERROR", "INPUT", "OUTPUT", "START", "STATUS", "connect_patience_s", "main"]
 
 START: Final = b"start"
 INPUT: Final = b"input"
-END: Final = b"end"
+"""What the agent reads; an empty message is its end."""
+
 OUTPUT: Final = b"output"
 ERROR: Final = b"error"
 STATUS: Final = b"status"
@@ -76,7 +77,7 @@ def _forward(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | str
         ready = dict(poller.poll(None if connected else max(0, int(1000 * (deadline - time.monotonic())))))
         if 0 in ready:
             data = os.read(0, _CHUNK)
-            socket.send_multipart([INPUT, data] if data else [END])
+            socket.send_multipart([INPUT, data])
             if not data:
                 poller.unregister(0)
         # Read the monitor before the messages: a server that stops sends the machine agent's status, then disconnects.
