@@ -130,8 +130,9 @@ def _plain_reply(reply: PlannedReply) -> tuple[Any, ...]:
 
 
 def _reply_of(fields: Sequence[Any]) -> PlannedReply:
-    found = PlannedReply._make(fields[: len(PlannedReply._fields)])
-    return found if len(fields) == len(found) else found._replace(returned=OwnNumber._make(found.returned))
+    if len(fields) > len(PlannedReply._fields):
+        fields = [*fields[:3], OwnNumber._make(fields[3])]
+    return PlannedReply._make(fields)
 
 
 give_plain_form(1, PlannedCall, tuple, PlannedCall._make)
