@@ -145,6 +145,7 @@ def test_a_failure_of_the_work_during_the_start_leaves_no_process() -> None:
     assert_nothing_left(cluster)
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_a_process_that_cannot_be_created_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distnb.cluster.local.forking.PYTHON_MODULE", ("/nowhere/python",))
     cluster = make_cluster(1)
