@@ -133,7 +133,8 @@ print(json.dumps([
 def test_a_forked_kernel_has_the_state_of_one_that_was_started(tmp_path: Path) -> None:
     seen = []
     for name in ("distnb", "python3"):
-        kernel = Kernel(name, cwd=str(tmp_path), env={**os.environ, "MINE": "5"})
+        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        kernel = Kernel(name, cwd=str(tmp_path), env={**os.environ, "MINE": "5", "PYTHONPATH": path})
         forked = type(kernel.manager.provisioner.process) is provisioner.ForkedKernel
         assert forked == (name == "distnb")
         seen.append(json.loads(kernel.run(LOOKS).splitlines()[-1]))

@@ -168,6 +168,8 @@ def _become(
     if module != ENGINES:
         _fork_own_zygote()
     gc.enable()
+    if "-P" not in options:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; ipykernel removes it, or else a PYTHONPATH that is equal
     sys.argv = [module, *arguments]
     sys.orig_argv[:] = [sys.executable, *options, "-m", module, *arguments]
     code: Any = 0
