@@ -20,6 +20,7 @@ from distnb.frames import spared
 from distnb.objects.code.definitions import is_code
 from distnb.objects.constructors import open_module
 from distnb.objects.modes.environment import (
+    CONTEXTS,
     RESTORED,
     Environment,
     Moment,
@@ -215,6 +216,15 @@ class EngineNamespace:
             with streams.shared():
                 self._environment = capture_environment()
         return Mark(dict(self.user_ns), snapshot, self._environment)
+
+    def leave_contexts(self) -> None:
+        """Give the modes that contexts set the values that they had before the program, which was aborted.
+
+        The abort may have struck where a context's `__exit__` began, which then restored nothing.
+        """
+        if self._environment is not None:
+            modes = self._environment.modes
+            apply_environment(Environment({name: modes[name] for name in CONTEXTS if name in modes}))
 
     def note_names(self) -> Callable[[], None]:
         """Note all bindings, and return a function that restores them (see `distnb.runtime.contexts`)."""

@@ -199,6 +199,7 @@ class TeamPrograms:
         The description pickles the user's objects, so it runs user code, which may take any time.
         """
         if self._guard.aborted:  # by an interrupt, or by another replica's failure
+            self._namespace.leave_contexts()
             try:
                 return self._guard.call_last(describe, _DESCRIBING_S), None
             except (KeyboardInterrupt, ProgramAborted):

@@ -22,6 +22,7 @@ from distnb.objects.modes.seeds import count_seed
 
 __all__ = [
     "NO_CHANGES",
+    "CONTEXTS",
     "RANDOM",
     "RESTORED",
     "Environment",
@@ -39,11 +40,14 @@ __all__ = [
 RANDOM = ("torch random state", "random", "numpy.random", "keras.random")
 """The modes that are random states."""
 
+CONTEXTS = ("inference mode", "gradients", "default device", "autocast")
+"""The modes that `with` statements set and restore."""
+
 RESTORED = frozenset(
     (
         *RANDOM,
-        *("default dtype", "inference mode", "gradients", "default device", "autocast"),
-        *("deterministic algorithms", "matmul precision", "cudnn benchmark", "cudnn deterministic"),
+        *CONTEXTS,
+        *("default dtype", "deterministic algorithms", "matmul precision", "cudnn benchmark", "cudnn deterministic"),
         "Keras's settings",
     )
 )

@@ -250,6 +250,22 @@ def test_one_replica_raises_while_the_others_wait(
     assert ran.traceback.count("Traceback (most recent call last)") <= 1, "no other replica's traceback"
 
 
+def test_a_context_that_an_abort_left_open_changes_no_mode(notebook: Notebook) -> None:
+    # The signal of an abort can strike where an `__exit__` begins, as if there were none.
+    notebook.run(
+        "class LeftOpen(torch.no_grad):\n    def __exit__(self, *reason):\n        pass\n"
+        "values = torch.ones(2, requires_grad=True)"
+    )
+    source = (
+        "%%distribute mirrored\nif distnb.replica_id() == 1:\n    raise ValueError('mine')\n"
+        "with LeftOpen():\n    dist.all_reduce(torch.ones(1))"
+    )
+    failed(notebook, source, "ValueError")
+    ran = notebook.run("%%distribute mirrored\nprint(torch.is_grad_enabled(), (2 * values).requires_grad)")
+    assert set(ran.stdout.split()[1:]) == {"True"}
+    assert notebook.run("print(torch.is_grad_enabled())").stdout == "True\n"
+
+
 @pytest.mark.parametrize("end", ["finally", "except ValueError"])
 def test_the_error_that_leaves_others_waiting_is_reported_first(notebook: Notebook, tmp_path: Path, end: str) -> None:
     """Check this also if the failing replica reports last: it is slow to end, or has caught its error."""
