@@ -64,7 +64,7 @@ _BENCHMARKS = {
         },
     ),
     "ordinary_loop": _Benchmark(
-        "--rounds 3", {"step": [Target("ordinary cell", "%%distribute cell", at_most=1.3, known=1.5)]}
+        "--rounds 3", {"step": [Target("ordinary cell", "%%distribute cell", at_most=1.3, known=1.95)]}
     ),
     "empty_cell": _Benchmark(
         "--rounds 5", {"cell": [Target("%%distribute mirrored", "%%px --block", at_most=0.35, known=0.55)]}
