@@ -330,13 +330,13 @@ class Daemon:
         engines, now = self._engines.values(), time.time()
         hosts = dict.fromkeys(each.host for each in engines if each.host)
         ended = sum(bool(process.ended) for process in engines)
-        nbytes = sum(_rss_nbytes(process.pid) for process in engines if not process.ended)
+        running = [] if hosts else [process.pid for process in engines if not process.ended]
         devices = ", ".join(str(process.device) for process in engines)
         return (
             self.entry.name,
             f"{len(engines)} on {devices}{f' ({ended} ended)' if ended else ''}",
             ", ".join(hosts) or "this one",
-            "not known" if hosts else f"{nbytes / 1e9:.1f} GB",
+            "not known" if hosts else f"{sum(map(_rss_nbytes, running)) / 1e9:.1f} GB",
             duration(now - self._began),
             "no limit" if self._ends is None else duration(max(0.0, self._ends - now)),
             self._ownership.who or "nobody",

@@ -124,19 +124,12 @@ def suits(environment: Mapping[str, str]) -> bool:
 class _ForTemplates:
     """The zygote from which this process forks templates."""
 
-    def fork(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        streams: Sequence[int],
-        **given: Any,
-    ) -> int:
+    def fork(self, module: str, words: Sequence[str], environment: Mapping[str, str], *rest: Any, **given: Any) -> int:
         """Fork a template. Raise OSError if it has to be started."""
         if not suits(environment):
             raise OSError
         mark = environment.get(processes.MARK_NAME, processes.MARK)
-        return int(_zygote(mark).fork(module, arguments, environment, streams, **given))
+        return int(_zygote(mark).fork(module, words, environment, *rest, **given))
 
 
 def patch() -> None:
