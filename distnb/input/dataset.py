@@ -23,6 +23,7 @@ from distnb.input.sources.base import Source
 from distnb.input.sources.element_spec import spec_of
 from distnb.objects.rng_state import generator_state, set_generator_state
 from distnb.options import InputOptions
+from distnb.values.structure import flatten, select
 
 __all__ = [
     "Dealing",
@@ -38,7 +39,7 @@ _logger = logging.getLogger("distnb.input")
 
 UNKNOWN_CARDINALITY = -2
 
-_AHEAD = 4  # one message from the notebook per batch would cost a third of a short step
+_AHEAD_NBYTES = 8 << 20  # of the batches that the notebook fetches ahead
 
 
 class Dealt(NamedTuple):
@@ -185,10 +186,8 @@ class DistributedDataset(Iterable[Any]):
             self._end_previous = loads.close
         if agree is not None and place.several_pipelines:
             return BatchReading(place, reader, OwnData(reader, place, placement, agree), 0)
-        # Only a quiet source may be read ahead of a request: reading it draws no random numbers and runs no user code
-        # here, so its order relative to the user's program does not matter.
         depth = self._dealing.options.prefetch
-        ahead = 0 if not source.quiet else _AHEAD if depth is None else min(depth, _AHEAD)
+        ahead = source.ahead if depth is None else min(depth, source.ahead)
         return BatchReading(place, reader, SameData(reader, agree), ahead)
 
     def read_on(self, progress: Progress) -> BatchReading:
@@ -357,7 +356,7 @@ class DistributedDataset(Iterable[Any]):
         depth = self._dealing.options.prefetch
         if depth is not None:
             return depth
-        gains = source.iterable or (source.quiet and place.target.type == "cuda")
+        gains = source.iterable or (source.ahead > 0 and place.target.type == "cuda")
         return place.num_replicas if gains else 0
 
 
@@ -423,6 +422,12 @@ class DistributedIterator(BatchIterator):
     def ahead(self) -> int:
         """The number of batches that may be read before they are requested: see `peek`."""
         return self._now().ahead if self._open else 0
+
+    def ahead_like(self, batch: Any) -> int:
+        """Return the number of batches of this one's size that may be read before they are requested."""
+        own = select(batch, self._now().place.replica_id)
+        nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in flatten(own)[0])
+        return min(self.ahead, max(1, _AHEAD_NBYTES // max(1, nbytes)))
 
     def __next__(self) -> Any:
         if not self._open:

@@ -12,6 +12,7 @@ from distnb.errors import StructureError
 from distnb.input.optional import BatchIterator
 from distnb.notebook.handles.pending import DeferredCall
 from distnb.notebook.handles.state import state_of_handle
+from distnb.runtime.in_process import local_components
 
 if TYPE_CHECKING:
     from distnb.input.dataset import DistributedIterator
@@ -102,7 +103,7 @@ class RemoteDataset:
 class RemoteIterator(BatchIterator):
     """An iteration over the engines' dataset.
 
-    It fetches a few batches ahead, with a deferred call that runs after the program that uses the last fetched batch.
+    It fetches some batches ahead, with a deferred call that runs after the program that uses the last fetched batch.
     With four batches per fetch the order is:
 
         batch 0, run(0), fetch 1 to 4, run(1), run(2), run(3), run(4), fetch 5 to 8, …
@@ -138,7 +139,8 @@ class RemoteIterator(BatchIterator):
             batch = self._here.popleft()
             self._given += 1
         else:
-            self._ahead, found = self._call(_advance, self._handle, *data)
+            ahead, found = self._call(_advance, self._handle, *data)
+            self._ahead = min(local_components(ahead))  # the replicas' parts of a batch may differ in size
             if not found:
                 self._ended = True
                 self._note(None)
@@ -217,7 +219,8 @@ def _advance(iterator: DistributedIterator, *_: Any) -> tuple[int, tuple[Any, ..
     given, too: then the changes that reading made in the notebook's data are returned with the result.
     """
     try:
-        return iterator.ahead, (next(iterator),)
+        batch = next(iterator)
+        return iterator.ahead_like(batch), (batch,)
     except StopIteration:
         return 0, ()
 

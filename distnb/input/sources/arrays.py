@@ -11,7 +11,7 @@ import torch
 
 from distnb.input.cutting import count_examples, map_leaves
 from distnb.input.dealing import Dealer, ReplicaInput
-from distnb.input.sources.base import Load, Source
+from distnb.input.sources.base import IN_MEMORY_AHEAD, Load, Source
 
 __all__ = ["ArraySource"]
 
@@ -22,7 +22,7 @@ class ArraySource(Source):
     Numeric arrays give batches of tensors, everything else slices of its own kind.
     """
 
-    quiet = True
+    ahead = IN_MEMORY_AHEAD
 
     def __init__(self, data: Any, batch_size: int, place: ReplicaInput) -> None:
         self._examples = count_examples(data)

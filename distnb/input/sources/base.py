@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["Load", "Source"]
+__all__ = ["IN_MEMORY_AHEAD", "Load", "Source"]
+
+IN_MEMORY_AHEAD = 16  # a message from the notebook per batch would cost a fifth of a short step
 
 
 class Load(NamedTuple):
@@ -37,13 +39,15 @@ class Source(ABC):
 
     Attributes:
         data: The object that the user distributed, for code that inspects what a dataset refers to.
-        quiet: True if reading, once started, runs no user code in this process and draws no random numbers.
+        ahead: The number of batches that may be read before the notebook requests them. It is 0 if reading, once
+            started, runs user code in this process or draws random numbers: the order relative to the user's program
+            would matter.
         iterable: True if the data can only be read sequentially.
         exclusive: True if only one iteration can run, so that a new one ends the previous one.
     """
 
     data: Any
-    quiet: bool = False
+    ahead: int = 0
     iterable: bool = False
     exclusive: bool = False
 

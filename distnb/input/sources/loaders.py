@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_co
 from distnb.compat import loader_internals
 from distnb.input.dealing import ReplicaInput
 from distnb.input.draws import Drawing, ReplicaDraws, WorkerSeeds, draws_at_start_only, fold
-from distnb.input.sources.base import Load, Source
+from distnb.input.sources.base import IN_MEMORY_AHEAD, Load, Source
 from distnb.input.sources.batches import Batches
 from distnb.input.sources.feeding import Feed, FeedIteration
 from distnb.input.sources.workers import forget_workers, has_lost_workers, has_workers
@@ -24,6 +24,8 @@ from distnb.options import InputOptions
 __all__ = ["LoaderSource", "copy_loader", "is_plain"]
 
 _logger = logging.getLogger("distnb.input")
+
+_WORKERS_AHEAD = 4  # of batches that workers load: a replica would wait for more, while the workers prefetch a few
 
 
 def is_plain(loader: DataLoader[Any]) -> bool:
@@ -59,10 +61,12 @@ class LoaderSource(Source):
             not loader.num_workers and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
         )
         drawn_at_start = draws_at_start_only(loader.batch_sampler)
-        in_workers = loader.num_workers > 0
-        self.quiet = self._plain and (
-            drawn_at_start if self._in_memory else in_workers and (self.iterable or drawn_at_start)
-        )
+        if not self._plain:
+            self.ahead = 0
+        elif self._in_memory:
+            self.ahead = IN_MEMORY_AHEAD if drawn_at_start else 0
+        elif loader.num_workers:
+            self.ahead = _WORKERS_AHEAD if self.iterable or drawn_at_start else 0
         self.exclusive = self._plain and bool(loader.persistent_workers)
         self._copy: DataLoader[Any] | None = None
 

@@ -251,6 +251,18 @@ def test_workers_support_a_sampler_that_draws_continuously() -> None:
     check_equal(make, 2, epochs=2)
 
 
+@pytest.mark.parametrize(
+    ("features", "prefetch", "expected"), [(4, None, 16), (4, 3, 3), (1 << 18, None, 4), (1 << 22, None, 1)]
+)
+def test_the_notebook_fetches_as_many_batches_ahead_as_take_little_memory(
+    features: int, prefetch: int | None, expected: int
+) -> None:
+    rows = torch.zeros(1, features).expand(8, features)
+    options = InputOptions(prefetch=prefetch)
+    reading = iter(distribute(DataLoader(TensorDataset(rows), batch_size=4), **place(2, 1), options=options))
+    assert reading.ahead_like(next(reading)) == expected
+
+
 class SeedsOf(Dataset[Any]):
     def __len__(self) -> int:
         return 4
