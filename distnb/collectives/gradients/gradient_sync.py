@@ -251,8 +251,8 @@ class GradientSync:
         return self._pass is not None
 
     def global_loss(self, loss: Any) -> Any:
-        """Return the loss of the whole batch from each replica's part."""
-        if not self._in_replica() or not isinstance(loss, torch.Tensor):
+        """Return the loss of the whole batch from each replica's part, unless the user has combined the parts."""
+        if not self._in_replica() or not isinstance(loss, torch.Tensor) or loss in AGGREGATED:
             return loss
         aggregation = self._aggregation()
         total = loss.detach() * self.scale(aggregation.group.size)

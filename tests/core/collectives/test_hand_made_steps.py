@@ -45,10 +45,12 @@ def fit():
         lbfgs.zero_grad()
         loss = (fitted(inputs[mine]) - wanted[mine]).square().sum()
         loss.backward()
-        return loss
-    lbfgs.step(closure)
-for _ in range(2):
-    strategy.run(fit)
+        return RETURNED
+    return lbfgs.step(closure)
+with torch.no_grad():
+    before = (fitted(inputs) - wanted).square().sum().item()
+first = strategy.local_results(strategy.run(fit))[0].item()
+strategy.run(fit)
 strategy.assert_in_sync(fitted)
 with torch.no_grad():
     left = round((fitted(inputs) - wanted).square().sum().item(), 4)
@@ -103,8 +105,10 @@ def test_an_equal_change_before_an_error_of_one_replica_is_not_named(session):
         run_cell(session, "strategy.run(step)", "<a step>")
 
 
-def test_a_line_search_uses_the_global_loss(session):
-    run_cell(session, _LINE_SEARCH, "<line search>")
+@pytest.mark.parametrize("returned", ["loss", "context.all_reduce('sum', loss.detach())"])
+def test_a_line_search_uses_the_global_loss(session, returned):
+    run_cell(session, _LINE_SEARCH.replace("RETURNED", returned), "<line search>")
+    assert session.user_ns["first"] == pytest.approx(session.user_ns["before"])
     assert session.user_ns["left"] == pytest.approx(session.user_ns["best"], rel=1e-3)
 
 
