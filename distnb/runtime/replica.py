@@ -40,6 +40,7 @@ from distnb.runtime.reduction.gathering import broadcast_tree, gather_tensor
 from distnb.runtime.reduction.reducing import checked_axis, plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scopes import foreign_libraries
+from distnb.runtime.scopes.divided_objects import is_divided
 from distnb.runtime.scopes.made_objects import CHANGES
 from distnb.runtime.scopes.registration import Registration, is_scope_buffer
 from distnb.runtime.scopes.unmanaged import UnmanagedCheck
@@ -341,10 +342,12 @@ class Spmd:
         """Return whether each replica has its own component of a value."""
         if not isinstance(leaf, torch.Tensor):
             return isinstance(leaf, DistributedValues)
-        return self.registration.owns(leaf) or is_scope_buffer(leaf)
+        return self.registration.owns(leaf) or is_scope_buffer(leaf) or is_divided(leaf)
 
     def _own(self, leaf: Any) -> Any:
         leaf = select(leaf, self._process.rank, self._process.size)
+        if isinstance(leaf, torch.Tensor) and is_divided(leaf):
+            return leaf.full_tensor()  # type: ignore[attr-defined]
         return component_of(leaf) if isinstance(leaf, Variable) else leaf
 
     def gather(self, value: Any, axis: int) -> Any:

@@ -21,6 +21,7 @@ from distnb.collectives.digests import digest_of_text
 from distnb.errors import CollectiveMismatchError
 from distnb.objects.plain import SCALARS
 from distnb.runtime.consistency import loader_batches
+from distnb.runtime.scopes.divided_objects import is_divided
 from distnb.values.distributed import DistributedValues, PerReplica
 from distnb.values.structure import LEAF, flatten, is_immutable, structure_of, unflatten, unlike_structures
 from distnb.variables.variable import Variable
@@ -49,7 +50,7 @@ class Agreement:
         self._seen.clear()
 
     def regroup(self, group: Group, fn: Callable[..., Any], result: Any, args: Any = ()) -> Any:
-        """Convert one replica's result to a tree of PerReplica and plain values, which `run` returns.
+        """Convert one replica's result to a tree of PerReplica, divided and plain values, which `run` returns.
 
         Args:
             group: The replicas.
@@ -135,7 +136,9 @@ def _kind(leaf: Any) -> str:
         leaf._refuse("was returned by a function that strategy.run called, and cannot be a replica's result")
     if is_immutable(leaf):
         return "plain"
-    # A variable counts as the same value on every replica, even if its components differ.
+    # A variable counts as the same value on every replica, even if its components differ, and so do a value's shards.
+    if isinstance(leaf, torch.Tensor) and is_divided(leaf):
+        return "divided"
     return f"variable {leaf.number}" if isinstance(leaf, Variable) and leaf.number else "tensor"
 
 

@@ -180,3 +180,26 @@ def variables_of_a_module():
     train(step, rows(10, 3), rows(10, 2, seed=2))
     state = whole(model)
     return {"weight": state["0.layer.weight"], "slope": state["0.slope"], "seen": int(model.seen)}
+
+
+@program(
+    under=_IN_MODULES,
+    expected=lambda n: {"here": 30.0, "sum": 30.0 * n, "mean": 30.0, "columns": [6.0 * n] * 5, "again": 60.0},
+)
+def results_computed_from_parameters():
+    with strategy.scope():
+        model = nn.Linear(5, 3)
+        nn.init.constant_(model.weight, -2)
+
+    def norm():
+        return model.weight.detach().abs().sum()
+
+    norms = strategy.run(norm)
+    again = strategy.run(lambda value: value * 2, args=(norms,))
+    return {
+        "here": float(strategy.local_results(norms)[0]),
+        "sum": float(strategy.reduce("sum", norms, axis=None)),
+        "mean": float(strategy.reduce("mean", norms, axis=None)),
+        "columns": strategy.reduce("sum", strategy.run(lambda: model.weight.detach().abs()), axis=0).tolist(),
+        "again": float(strategy.local_results(again)[0]),
+    }
