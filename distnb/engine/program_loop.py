@@ -155,7 +155,10 @@ class ProgramLoop:
         links, linger_ms = self._links, _LONG_LINGER_MS
         if len(links) > 1:
             linger_ms = _LINGER_MS
-            links = [*(link for link in links if link is not latest), *([latest] if latest in links else [])]
+            if latest in links:
+                links = [*links]
+                links.remove(latest)
+                links.append(latest)
         for link in links:
             try:
                 message = link.receive(linger_ms if link is latest else 0)

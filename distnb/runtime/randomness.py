@@ -107,7 +107,8 @@ class Streams:
 
     def reset(self) -> None:
         """Switch to the shared stream, because the previous program may have ended in a `run`."""
-        self._use(own=False)
+        if self.is_own:
+            self._use(own=False)
         self.depth = 0
 
     def undo_run(self) -> None:

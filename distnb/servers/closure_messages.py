@@ -6,10 +6,11 @@ A worker has a separate channel for closures and for notices about parameter ser
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distnb.topology import Task, Team
+from distnb.wire.codec import give_codes, give_plain_form
 
 __all__ = ["NO_FENCE", "ClosureResult", "Fence", "RunClosure", "ServersReplaced", "AssignTask"]
 
@@ -106,3 +107,16 @@ class ClosureResult(NamedTuple):
     value: Any
     contributions: Mapping[int, Any] | None = None
     staleness: tuple[int, ...] = ()
+
+
+def _plain(message: RunClosure) -> tuple[Any, ...]:
+    # Marshal would not keep buffers as they are, and refuses tuples with names, such as `Fence`.
+    return tuple(message) if message.buffers else (*message[:2], tuple(message.fence), *message[3:])
+
+
+def _closure_of(fields: Sequence[Any]) -> RunClosure:
+    return RunClosure(*fields[:2], Fence._make(fields[2]), *fields[3:])
+
+
+give_plain_form(3, RunClosure, _plain, _closure_of)
+give_codes(64, RunClosure, Fence, ClosureResult)

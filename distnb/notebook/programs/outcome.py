@@ -111,9 +111,9 @@ class Outcome:
 
         Every engine has replied. An error takes precedence over an interrupt, and an interrupt over an abort.
         """
-        first, *others = (self.replies[engine] for engine in self.engines)
-        failed = [reply for reply in (first, *others) if reply.status != "ok"]
-        if failed:
+        first, *others = [self.replies[engine] for engine in self.engines]
+        if self._failed:
+            failed = [reply for reply in (first, *others) if reply.status != "ok"]
             return min(failed, key=lambda reply: _PRECEDENCE.index(reply.status)), ()
         return first, tuple(others)
 

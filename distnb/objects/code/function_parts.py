@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import types
+import weakref
+from contextlib import suppress
 from typing import Any
 
 from distnb.objects.plain import is_plain
@@ -31,11 +33,20 @@ def _contents(function: types.FunctionType) -> tuple[Any, ...] | None:
 
 
 class FunctionParts:
-    """The parts of a function that `has_constant_parts`."""
+    """The parts of a function that `has_constant_parts`; or also of another one, if `weakly` is True.
 
-    def __init__(self, function: types.FunctionType) -> None:
+    Args:
+        weakly: Whether to keep none of its defaults and of the objects in its closure alive.
+    """
+
+    def __init__(self, function: types.FunctionType, *, weakly: bool = False) -> None:
         self._code = function.__code__
-        self._objects = (*(function.__defaults__ or ()), *(_contents(function) or ()))
+        self._objects = [*(function.__defaults__ or ()), *(_contents(function) or ())]
+        self._weakly: list[tuple[int, weakref.ref[Any]]] = []
+        for place, each in enumerate(self._objects if weakly else ()):
+            with suppress(TypeError):  # numbers, strings and a few others can have no weak reference
+                self._weakly.append((place, weakref.ref(each)))
+                self._objects[place] = None
         self._name, self._doc = function.__name__, function.__doc__
         self._annotations = function.__annotations__.copy()
 
@@ -47,6 +58,8 @@ class FunctionParts:
             if contents is None:
                 return False
             objects += contents
+        if self._weakly and (objects := self._without_weak(objects)) is None:
+            return False
         return (
             function.__code__ is self._code
             and len(objects) == len(self._objects)
@@ -56,3 +69,14 @@ class FunctionParts:
             and function.__annotations__ == self._annotations
             and not (function.__kwdefaults__ or function.__dict__)
         )
+
+    def _without_weak(self, objects: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return the objects with None in the place of those kept weakly; None if one of these is another object."""
+        found = [*objects]
+        if len(found) != len(self._objects):
+            return None
+        for place, reference in self._weakly:
+            if (known := reference()) is None or found[place] is not known:
+                return None
+            found[place] = None
+        return (*found,)

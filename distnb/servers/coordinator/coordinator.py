@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from distnb.errors import CheckpointError, ClosureCancelled, NoClusterError, OptionError, RemoteError, ServerLost
@@ -135,9 +136,9 @@ class ClusterCoordinator:
         self.strategy = strategy
         self._link: ClusterLink = servers_here.link()
         self._queue = ClosureQueue(_DEPTH if self._link.replicas_per_worker == 1 else 1)
-        runtime = roles.coordinating(strategy)
-        runtime.access.requests.fence = _fence
-        self._packer = ClosurePacker(roles.models, runtime.access, roles.register)
+        self._runtime = roles.coordinating(strategy)  # it is the same as long as the link is open
+        self._runtime.access.requests.fence = _fence
+        self._packer = ClosurePacker(roles.models, self._runtime.access, roles.register)
         self._closures: dict[int, _Closure] = {}
         self._programs: dict[int, tuple[int, int]] = {}  # by program number: the closure, and the worker
         self._sent: dict[int, Sent] = {}  # by worker
@@ -154,6 +155,7 @@ class ClusterCoordinator:
         self.reading = None
         self._waiters: list[Waiter] = []
         self._interrupts = Interrupts()
+        self._held = _Held(self._interrupts, self._end_all)
         self._seed: int | None = None
         self._link.subscribe(self._handle, self._next_deadline)
 
@@ -189,11 +191,12 @@ class ClusterCoordinator:
             raise OptionError(f"args must be a tuple or list; got {args!r}. For one argument write args=(value,).")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise OptionError(f"kwargs must be a dict of keyword arguments; got {kwargs!r}.")
-        with self._held():
-            self._raise_error()
-        roles.coordinating(self.strategy).registration.register_made()
+        if self._must_raise:
+            with self._held:
+                self._raise_error()
+        self._runtime.registration.register_made()
         packed = self._packer.pack(fn, tuple(args or ()), dict(kwargs or {}), at_rest=self._queue.idle)
-        with self._held():
+        with self._held:
             while True:
                 if self._full():
                     self._await(lambda: self._has_room() or self._must_raise)
@@ -236,11 +239,11 @@ class ClusterCoordinator:
             BaseException: The error of a closure, once. All unfinished closures are cancelled.
             KeyboardInterrupt: The user interrupted: all closures are cancelled.
         """
-        with self._held():
+        with self._held:
             self._await(lambda: self._queue.idle or self._must_raise)
             self._raise_error()
         self._link.catch_up()
-        self._catch_up(roles.coordinating(self.strategy).access.copies.fetch_changes)
+        self._catch_up(self._runtime.access.copies.fetch_changes)
 
     def done(self) -> bool:
         """Return whether every scheduled closure has ended.
@@ -248,7 +251,7 @@ class ClusterCoordinator:
         Raises:
             BaseException: The error of a closure, once.
         """
-        with self._held():
+        with self._held:
             self._raise_error()
             idle = self._queue.idle
         self._update_if_idle()
@@ -302,16 +305,16 @@ class ClusterCoordinator:
             raise ServerLost(self._server_text(missing[0]))
         for each in running_coordinators():
             each._await_held(each._have_ended)  # a closure that still runs would change the restored values
-        runtime = roles.coordinating(self.strategy)
+        access = self._runtime.access
         for server in filled:
-            runtime.access.recreate(server)
-        runtime.access.copies.refresh_tensors()
+            access.recreate(server)
+        access.copies.refresh_tensors()
         restored = getattr(checkpoint, "restore_or_initialize", None)
         if restored is not None and restored() is None:
             raise CheckpointError(f"{checkpoint!r} has no checkpoint to restore variables from.")
         if restored is None:
             checkpoint()
-        runtime.access.copies.fetch_changes()
+        access.copies.fetch_changes()
         with _lock:
             for server, generation in filled.items():
                 if server in self._empty_servers and self._link.servers.generation(server) == generation:
@@ -393,20 +396,8 @@ class ClusterCoordinator:
     def _must_raise(self) -> bool:
         return bool(self._errors or self._lost_servers) or self._interrupted or self._link.closed
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Defer SIGINT while the state is read and changed. Raise KeyboardInterrupt at the end."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        with self._interrupts:
-            yield
-            if self._interrupts.pop():
-                self._end_all()
-                raise KeyboardInterrupt
-
     def _await_held(self, ready: Callable[[], bool]) -> None:
-        with self._held():
+        with self._held:
             self._await(ready)
 
     def _have_ended(self) -> bool:
@@ -427,7 +418,7 @@ class ClusterCoordinator:
         if self._is_current or not self._queue.idle or self._lost_servers or self._link.closed:
             return
         with suppress(ServerLost, NoClusterError):
-            self._catch_up(roles.coordinating(self.strategy).access.copies.refresh_tensors)
+            self._catch_up(self._runtime.access.copies.refresh_tensors)
 
     def _catch_up(self, refresh: Callable[[], None]) -> None:
         self._is_current = True  # unless another thread schedules something in the meantime
@@ -724,6 +715,38 @@ class ClusterCoordinator:
         )
 
 
+class _Held:
+    """A context that defers SIGINT while the state is read and changed, and raises KeyboardInterrupt at its end.
+
+    In other threads than the main thread it changes nothing, because Python handles SIGINT only there.
+
+    Args:
+        interrupts: The interrupts of the main thread.
+        end_all: Cancels everything after an interrupt.
+    """
+
+    def __init__(self, interrupts: Interrupts, end_all: Callable[[], None]) -> None:
+        self._interrupts = interrupts
+        self._end_all = end_all
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._interrupts.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if kind is None and self._interrupts.count and self._interrupts.pop():
+            try:
+                self._end_all()
+            finally:
+                self._interrupts.__exit__(KeyboardInterrupt, None, None)
+            raise KeyboardInterrupt
+        self._interrupts.__exit__(kind, error, traceback)
+
+
 def _fence() -> Fence:
     """Return the closures of all coordinators that have ended.
 
@@ -733,6 +756,8 @@ def _fence() -> Fence:
     """
     with _lock:
         queues = [each._queue for each in _coordinators.values()]
+        if len(queues) == 1:
+            return Fence(oldest := queues[0].oldest, tuple(sorted(queues[0].astray(oldest))))
         running = [queue.oldest for queue in queues if not queue.idle]
         oldest = min(running) if running else max(queue.oldest for queue in queues)
         astray = {closure for queue in queues for closure in queue.astray(oldest)}

@@ -18,6 +18,7 @@ import functools
 import itertools
 import pickle
 import threading
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,12 +28,13 @@ import xxhash
 
 from distnb.compat import torch_internals
 from distnb.errors import CannotTravelError
-from distnb.objects.modes.environment import RANDOM, Environment, capture_environment
+from distnb.objects.modes.environment import RANDOM, Environment, capture_environment, is_current
 from distnb.runtime.this_process import this_process
+from distnb.servers.coordinator.closure_plan import ClosurePlan
 from distnb.servers.coordinator.composition import Composition, CompositionRecord
 from distnb.servers.coordinator.libraries import libraries, library_of, parts_of
 from distnb.servers.coordinator.per_worker import PerWorkerValues
-from distnb.servers.coordinator.pickling import ClosurePickler, PickledParts, dump, outside_scope
+from distnb.servers.coordinator.pickling import PickledParts, Reached, dump, outside_scope
 from distnb.servers.coordinator.references import (
     open_copy,
     open_input,
@@ -75,7 +77,7 @@ class PackedClosure(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The size in bytes."""
-        return len(self.data) + sum(memoryview(each).nbytes for each in self.buffers)
+        return len(self.data) + sum([memoryview(each).nbytes for each in self.buffers] if self.buffers else ())
 
 
 class _Known(NamedTuple):
@@ -113,6 +115,7 @@ class ClosurePacker:
         self._register = register
         self._known: dict[int, _Known] = {}
         self._functions: dict[bytes, int] = {}  # by digest; 0: seen once
+        self._plans: dict[int, ClosurePlan] = {}  # by the identity of the function's code, which the plan keeps
         self._objects: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity: the object, and its number
         self._metrics: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
@@ -145,7 +148,8 @@ class ClosurePacker:
             self.access.copies.send_changes(thorough=at_rest)
             shown, found = self._function(function)
             if args or kwargs:
-                arguments, more = dump((args, kwargs), "An argument of a closure", self)
+                arguments, pickler = dump((args, kwargs), "An argument of a closure", self)
+                more = pickler.reached
                 needs, settings = {**found.needs, **more.needs}, {**found.settings, **more.settings}
                 inputs = {**found.inputs, **more.inputs}
             else:
@@ -169,6 +173,8 @@ class ClosurePacker:
 
     def _modes_now(self) -> Environment:
         """Return the current modes without random states: workers have their own."""
+        if self._captured is not None and is_current(self._captured, random=False):
+            return self._modes
         found = capture_environment(self._captured, "call")
         if found is not self._captured:
             self._captured = found
@@ -197,9 +203,17 @@ class ClosurePacker:
             if found is not None:
                 self._forget(id(obj), found[1])
 
-    def _function(self, function: Callable[..., Any]) -> tuple[int | PickledParts, Any]:
+    def _function(self, function: Callable[..., Any]) -> tuple[int | PickledParts, Reached]:
         """Pack a function. A function that was seen before becomes a resource; return its number."""
-        packed, found = dump(function, "The function", self)
+        code = getattr(function, "__code__", None)
+        plan = self._plans.get(id(code))
+        if plan is not None and plan.number in self._known and type(function) is types.FunctionType:
+            reached = plan.reached(function, self.reference)
+            if reached is not None and plan.number in self._known:
+                reached.needs = {plan.number: None, **reached.needs}
+                return plan.number, reached
+        packed, pickler = dump(function, "The function", self)
+        found = pickler.reached
         digest = xxhash.xxh3_128(packed.data)
         for each in packed.buffers:
             digest.update(each)
@@ -213,6 +227,11 @@ class ClosurePacker:
         number = self._functions[content]
         if number not in self._known:
             self._known[number] = _Known(packed, dict.fromkeys(found.needs), {})
+        if type(function) is types.FunctionType and ClosurePlan.is_for(function, pickler):
+            self._plans.pop(id(code), None)
+            self._plans[id(code)] = ClosurePlan(number, function, pickler)
+            if len(self._plans) > _FUNCTIONS:
+                del self._plans[next(iter(self._plans))]
         found.needs = {number: None, **found.needs}
         return number, found
 
@@ -234,7 +253,7 @@ class ClosurePacker:
 
     # References -------------------------------------------------------------------------------------------------------
 
-    def reference(self, obj: Any, pickler: ClosurePickler) -> tuple[Any, ...] | None:
+    def reference(self, obj: Any, reached: Reached) -> tuple[Any, ...] | None:
         """Return the reduction of a resource or of a variable on the servers, or None for other objects."""
         if isinstance(obj, torch.Tensor):
             stored = self.access.represented.stored_of(obj)
@@ -247,34 +266,34 @@ class ClosurePacker:
                 raise _refusal_of_hooks(stored.name or "A tensor")
             return open_copy, (stored, isinstance(obj, torch.nn.Parameter), obj.requires_grad)
         if isinstance(obj, torch.nn.Module):
-            return self._module(obj, pickler)
+            return self._module(obj, reached)
         if isinstance(obj, RemoteValue):
-            pickler.inputs[obj.number] = obj
+            reached.inputs[obj.number] = obj
             return open_input, (obj.number,)
         if isinstance(obj, PerWorkerValues):
-            return self._resource(obj, pickler, lambda: obj.maker)
+            return self._resource(obj, reached, lambda: obj.maker)
         if remote_optimizer.is_remote(obj):
             options = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
             describe = functools.partial(remote_optimizer.described, obj)
-            return self._resource(obj, pickler, describe, options, Composition((obj,)))
+            return self._resource(obj, reached, describe, options, Composition((obj,)))
         if isinstance(obj, torch.optim.Optimizer):
             raise CannotTravelError(outside_scope(f"an optimizer ({type(obj).__name__})", "step"))
         if library_of(obj) is not None:
-            return self._metric(obj, pickler)
+            return self._metric(obj, reached)
         described = next((found for library in libraries() if (found := library.described(obj)) is not None), None)
-        return None if described is None else self._resource(obj, pickler, *described)
+        return None if described is None else self._resource(obj, reached, *described)
 
-    def _metric(self, metric: Any, pickler: ClosurePickler) -> tuple[Any, ...]:
+    def _metric(self, metric: Any, reached: Reached) -> tuple[Any, ...]:
         library = library_of(metric)
         assert library is not None
         library.check(metric)
-        found = self._resource(metric, pickler, functools.partial(_identity, metric))
+        found = self._resource(metric, reached, functools.partial(_identity, metric))
         self._metrics[found[1][0]] = metric
         return found
 
-    def _module(self, module: torch.nn.Module, pickler: ClosurePickler) -> tuple[Any, ...] | None:
+    def _module(self, module: torch.nn.Module, reached: Reached) -> tuple[Any, ...] | None:
         if library_of(module) is not None:
-            return self._metric(module, pickler)
+            return self._metric(module, reached)
         for root in reversed(self._roots()):
             place = next((place for place, part in enumerate(parts_of(root)) if part is module), None)
             if place is not None:
@@ -289,7 +308,7 @@ class ClosurePacker:
                 buffers = (each for module in modules for each in module._buffers.values())
                 composition = Composition(list(dict.fromkeys(parts_of(root))), (*parameters, *buffers))
                 describe = functools.partial(self._complete, root)
-                opened = self._resource(root, pickler, describe, (modes, frozen), composition)
+                opened = self._resource(root, reached, describe, (modes, frozen), composition)
                 return (open_module, (*opened[1], place)) if place else opened
         if any(each.requires_grad for each in module.parameters()):
             raise CannotTravelError(outside_scope(f"a {type(module).__name__}", "train"))
@@ -303,7 +322,7 @@ class ClosurePacker:
     def _resource(
         self,
         obj: Any,
-        pickler: ClosurePickler,
+        reached: Reached,
         describe: Callable[[], Any],
         settings: Any = None,
         composition: Composition | None = None,
@@ -326,9 +345,9 @@ class ClosurePacker:
             if composition is not None:
                 self._compositions[number] = composition.record()
         # A layer may be replaced while closures wait that use its tensors.
-        pickler.needs[number] = obj if composition is None else (obj, composition.tensors)
+        reached.needs[number] = obj if composition is None else (obj, composition.tensors)
         if settings is not None:
-            pickler.settings[number] = settings
+            reached.settings[number] = settings
         return open_resource, (number,)
 
     def _describe(self, obj: Any, describe: Callable[[], Any]) -> int:
@@ -337,7 +356,8 @@ class ClosurePacker:
         self._objects[identity] = (weakref.ref(obj, lambda _: self._forget(identity, number)), number)
         self._known[number] = _Known(PickledParts(b""), {}, {})  # the description may refer to the resource itself
         self._compared.add(number)
-        packed, within = dump(describe(), f"A {type(obj).__name__}", self, root=obj)
+        packed, pickler = dump(describe(), f"A {type(obj).__name__}", self, root=obj)
+        within = pickler.reached
         if within.inputs:
             raise CannotTravelError(
                 f"A {type(obj).__name__} refers to a RemoteValue. Use the value: coordinator.fetch(...)."

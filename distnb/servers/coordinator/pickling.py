@@ -18,13 +18,15 @@ from distnb.objects.code.definitions import UNPICKLING, names_of_code, source_of
 from distnb.objects.memory.tensor_bytes import reduce_tensor
 from distnb.objects.packing import out_of_band
 from distnb.objects.placeholder import Placeholder
+from distnb.objects.plain import is_plain
+from distnb.options import StrategySpec
 from distnb.servers.coordinator.libraries import libraries, library_of, parts_of
 
 if TYPE_CHECKING:
     from distnb.servers.coordinator.packer import ClosurePacker
     from distnb.servers.coordinator.remote_values import RemoteValue
 
-__all__ = ["ClosurePickler", "PickledParts", "dump", "open_packed", "open_value", "outside_scope"]
+__all__ = ["ClosurePickler", "PickledParts", "Reached", "dump", "open_packed", "open_value", "outside_scope"]
 
 
 class PickledParts(NamedTuple):
@@ -34,32 +36,65 @@ class PickledParts(NamedTuple):
     buffers: tuple[Any, ...] = ()
 
 
-class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler of objects by value, and of resources by number.
+class Reached:
+    """The resources and results that an object refers to.
 
     Attributes:
-        needs: The resources in the object, by number.
+        needs: The resources, by number.
         settings: Their settings that may change, by number.
         inputs: Results of other closures.
     """
 
-    def __init__(self, file: io.BytesIO, buffers: list[Any], packer: ClosurePacker | None, root: Any = None) -> None:
-        super().__init__(file, protocol=5, buffer_callback=out_of_band(buffers))
+    def __init__(self) -> None:
         self.needs: dict[int, Any] = {}
         self.settings: dict[int, Any] = {}
         self.inputs: dict[int, RemoteValue] = {}
+
+
+class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickler of objects by value, and of resources by number.
+
+    Attributes:
+        reached: The resources and results in the object.
+        references: The objects that were replaced by references, with these.
+        functions: The functions that were pickled by value.
+        is_constant: Whether everything else in the pickle is immutable, apart from containers in these functions.
+    """
+
+    def __init__(self, file: io.BytesIO, buffers: list[Any], packer: ClosurePacker | None, root: Any = None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=out_of_band(buffers))
+        self.reached = Reached()
+        self.references: list[tuple[Any, tuple[Any, ...]]] = []
+        self.functions: list[types.FunctionType] = []
+        self.is_constant = True
+        self._in_references: set[int] = set()
         self._packer = packer
-        self._own = {id(each) for each in _described_with(root)}
+        self._own = frozenset() if root is None else {id(each) for each in _described_with(root)}
 
     def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind in _IN_FUNCTIONS:
+            return NotImplemented
+        if self._packer is not None and id(obj) not in self._own:
+            found = self._packer.reference(obj, self.reached)
+            if found is not None:
+                self.references.append((obj, found))
+                self._in_references.update(map(id, found[1]))
+                return found
+        reduced = self._by_value(obj)
+        if kind is types.FunctionType and reduced is not NotImplemented:
+            self.functions.append(obj)
+        elif kind is types.ModuleType:
+            self.is_constant &= sys.modules.get(obj.__name__) is obj  # otherwise it is sent by value
+        elif id(obj) not in self._in_references and kind is not StrategySpec and not is_plain(obj):
+            self.is_constant = False
+        return reduced
+
+    def _by_value(self, obj: Any) -> Any:
         if self._packer is not None and type(obj) is types.FunctionType:
             self._packer.sources.update([found] if (found := source_of(obj.__code__)) else ())
             if obj.__module__ == "__main__":
                 self._packer.imports |= names_of_code(obj.__code__).imports
-        if self._packer is not None and id(obj) not in self._own:
-            found = self._packer.reference(obj, self)
-            if found is not None:
-                return found
         if (reduced := torch_internals.reduce_parametrized(obj)) is not None:
             return reduced
         if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled():
@@ -84,10 +119,15 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(obj, type):
                 return (*reduced[:5], _ClassOfMain(reduced[5]))
             if type(obj) is types.FunctionType and not UNPICKLING.isdisjoint(names_of_code(obj.__code__).attributes):
+                self.is_constant = False  # later it may be sent with other classes
                 state, slots = reduced[2]
                 slots = {**slots, "__globals__": {**_classes(obj.__globals__), **slots["__globals__"]}}
                 return (*reduced[:2], (state, slots), *reduced[3:])
         return reduced
+
+
+_IN_FUNCTIONS = frozenset({types.CodeType, types.CellType})
+"""The types of objects within functions that only the pickler of functions handles."""
 
 
 class _ClassOfMain(NamedTuple):
@@ -151,7 +191,7 @@ def _described_with(root: Any) -> Iterator[Any]:
 def dump(
     value: Any, what: str, packer: ClosurePacker | None = None, root: Any = None
 ) -> tuple[PickledParts, ClosurePickler]:
-    """Pickle a value. Return the pickle, and the pickler with the resources and inputs in it.
+    """Pickle a value. Return the pickle, and the pickler, which knows the resources and inputs in it.
 
     Args:
         what: The name of the value in errors.

@@ -249,7 +249,7 @@ class ClosureQueue(StateMachine):
     def state(self) -> _State:
         """Return the closures of each worker, and the number of waiting, done, failed and cancelled closures."""
         workers = {worker: (*each.closures,) for worker, each in self._workers.items()}
-        return workers, self.queued, self._done, self._failed, self._cancelled
+        return workers, len(self._waiting) + len(self._blocked), self._done, self._failed, self._cancelled
 
     def in_words(self, state: _State) -> str:
         """Return the state as text."""
@@ -330,6 +330,8 @@ class ClosureQueue(StateMachine):
         Args:
             oldest: The oldest unfinished closure of all queues. Closures before it are forgotten.
         """
+        if not self._astray:
+            return self._astray
         self._astray = {closure for closure in self._astray if closure >= oldest}
         return self._astray - self._unfinished
 
@@ -353,43 +355,50 @@ class ClosureQueue(StateMachine):
 
     def next_deadline(self) -> float | None:
         """Return the time at which `tick` has something to do next."""
-        return min((each.began + _PATIENCE_S for each in self._reclaimable()), default=None)
+        reclaimable = self._reclaimable()
+        return min([self._workers[each].began for each in reclaimable]) + _PATIENCE_S if reclaimable else None
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _assign(self, now: float) -> list[Order]:
         orders: list[Order] = []
         while self._waiting:
-            free = [each for each in self._workers.items() if not each[1].stuck_in]
-            if not free:
+            worker, least, fewest = -1, None, self._depth
+            for number, current in self._workers.items():
+                if not current.stuck_in and (least is None or len(current.closures) < fewest):
+                    worker, least, fewest = number, current, len(current.closures)
+            if least is None:
                 reported, self._no_worker_reported = self._no_worker_reported, True
                 return orders if reported else [*orders, ReportNoWorker()]
-            worker, least = min(free, key=lambda each: len(each[1].closures))
-            if len(least.closures) >= self._depth:
+            if fewest >= self._depth:
                 return orders
             closure = heapq.heappop(self._waiting)
             if not least.closures:
                 least.began = now
             least.closures.append(closure)
             orders.append(Send(closure, worker))
-        for worker, current in self._workers.items() if self._depth > 1 else ():
-            if any(current is each for each in self._reclaimable()) and now >= current.began + _PATIENCE_S:
+        for worker in self._reclaimable():
+            current = self._workers[worker]
+            if now >= current.began + _PATIENCE_S:
                 current.reclaiming = current.closures[-1]
                 orders.append(Reclaim(current.closures[-1], worker))
         return orders
 
-    def _reclaimable(self) -> Iterator[_Worker]:
-        """Yield the workers from which to reclaim a closure, at most as many as there are idle workers."""
-        if self._waiting:
-            return
-        idle = [each for each in self._workers.values() if not each.closures and not each.stuck_in]
-        asked = sum(each.reclaiming is not None for each in self._workers.values())
-        if len(idle) <= asked:
-            return
-        ready = (each for each in self._workers.values() if len(each.closures) > 1 and each.reclaiming is None)
-        for _, each in zip(range(len(idle) - asked), ready, strict=False):
-            if each.closures[-1] not in self._ending:
-                yield each
+    def _reclaimable(self) -> list[int]:
+        """Return the workers from which to reclaim a closure, at most as many as there are idle workers."""
+        if self._waiting or self._depth == 1:
+            return []
+        idle, ready = 0, []
+        for worker, current in self._workers.items():
+            if current.reclaiming is not None:
+                idle -= 1  # its closure is for an idle worker
+            elif len(current.closures) > 1:
+                ready.append(worker)
+            if not current.closures and not current.stuck_in:
+                idle += 1
+        if idle <= 0 or not ready:
+            return []
+        return [each for each in ready[:idle] if self._workers[each].closures[-1] not in self._ending]
 
     def _leave(self, current: _Worker, closure: int, now: float) -> None:
         if current.closures[0] == closure:

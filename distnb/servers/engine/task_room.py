@@ -17,7 +17,7 @@ from distnb.collectives.group.memberships import memberships
 from distnb.engine.namespace.cell_sources import remember_source
 from distnb.engine.programs.program_kinds import ProgramKind
 from distnb.engine.programs.started_threads import threads_awaited
-from distnb.objects.modes.environment import Environment, apply_environment
+from distnb.objects.modes.environment import Environment, apply_environment, capture_environment, is_current
 from distnb.objects.rng_state import RngState
 from distnb.runtime.randomness import streams
 from distnb.servers.client import ServerConnections
@@ -170,7 +170,8 @@ class WorkerTask:
         self.alone = _team_of_one(message.team, engine, device)
         self._seed: int | None = None
         self._device = str(torch_device(device))
-        self._modes = Environment()
+        self._modes = self._set_modes = Environment()  # the coordinator's, and those that were set last
+        self._environment = self._modes  # this process's modes right after that
         self._fresh: frozenset[int] = frozenset()  # variables that this closure need not read
         self._random: RngState | None = None  # the worker's state while other programs draw random numbers
 
@@ -207,7 +208,9 @@ class WorkerTask:
         elif self._random is not None:
             self._random.restore(streams.generators)
         self._random = None
-        apply_environment(self._modes)
+        if self._set_modes is not self._modes or not is_current(self._environment, random=False):
+            apply_environment(self._modes)
+            self._set_modes, self._environment = self._modes, capture_environment()
         return self._runner.run(message, self._fresh)
 
     def suspend(self) -> None:

@@ -196,8 +196,11 @@ class ClosureChannel(SessionPart):
         engines, program = self._engines_of[worker], message.program
         if len(engines) > 1:
             message = message._replace(team=self._engines.team_of(engines))
-        self._under_way[program] = Outcome(program, engines, team=message.team)
-        self._supervisor.program_began(program, engines)
+        outcome = self._under_way[program] = Outcome(program, engines, team=message.team)
+        if len(engines) == 1:
+            self._supervisor.quiet[program] = outcome
+        else:
+            self._supervisor.program_began(program, engines)
         try:
             if all(map(self._peers.is_near, engines)):
                 self._peers.send(engines, message)  # if an engine has ended, its pidfd reports that
@@ -206,7 +209,7 @@ class ClosureChannel(SessionPart):
         except BaseException:
             del self._under_way[program]
             for engine in engines:
-                self._supervisor.replied(engine, program)
+                self._note_end(engine, program)
             raise
 
     def reclaim(self, worker: int, program: int) -> None:
@@ -370,11 +373,16 @@ class ClosureChannel(SessionPart):
             # The worker's other replicas have begun, and would wait for this one.
             self._supervisor.failed(engine, outcome.program, f"{report.type_name}: {report.text}")
         else:
-            self._supervisor.replied(engine, message.program)
+            self._note_end(engine, message.program)
         outcome = self._under_way.get(message.program)
         if outcome is not None:  # otherwise its worker was lost
             outcome.receive(engine, message)
             self._advance(worker, outcome)
+
+    def _note_end(self, engine: int, program: int) -> None:
+        """Have the supervisor follow a program no longer on an engine."""
+        if self._supervisor.quiet.pop(program, None) is None:
+            self._supervisor.replied(engine, program)
 
     def _give_up(self, engine: int, program: int) -> None:
         outcome = self._under_way.get(program)
@@ -413,7 +421,7 @@ class ClosureChannel(SessionPart):
             return
         for program in [each for each, outcome in tuple(self._under_way.items()) if engine in outcome.engines]:
             del self._under_way[program]
-            self._supervisor.replied(engine, program)
+            self._note_end(engine, program)
         if was_up:
             self._report(WorkerLost(task.index, how))
 
@@ -439,7 +447,7 @@ class ClosureChannel(SessionPart):
 
     def _report_reclaimed(self, event: ProgramReclaimed) -> None:
         if self._under_way.pop(event.program, None) is not None and event.engine in self._tasks:
-            self._supervisor.replied(event.engine, event.program)
+            self._note_end(event.engine, event.program)
             self._report(ClosureReclaimed(self._tasks[event.engine].index, event.program))
 
     def _is_shown(self) -> bool:

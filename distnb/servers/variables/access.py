@@ -138,7 +138,8 @@ class ServerAccess:
             self._forget_the_latest()
         self.requests.closure, self.optimizers.variables, self._ended_well = closure, variables, False
         try:
-            copies.refresh(each for each in variables if each not in fresh or copies.is_outdated(each))
+            if variables:
+                copies.refresh([each for each in variables if each not in fresh or copies.is_outdated(each)])
             if closure.is_new:
                 copies.keep_values(variables, kept=True)
             yield closure

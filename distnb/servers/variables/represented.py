@@ -53,6 +53,8 @@ class Represented:
 
     def free_unowned(self) -> None:
         """Free the variables on the servers whose owners were garbage-collected. One thread at a time calls this."""
+        if not self.owners:
+            return
         gone = [stored for stored, owner in self.owners.items() if owner() is None]
         for stored in gone:
             del self.owners[stored]

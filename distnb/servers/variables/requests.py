@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,7 @@ class ClosureRun:
     fence: Fence
     is_new: bool = False
     staleness: list[int] = field(default_factory=list)
-    changes: Counter[Shard | int] = field(default_factory=Counter)
+    changes: defaultdict[Shard | int, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class Requests:

@@ -113,6 +113,12 @@ class ServerRegistration:
 
     def register_made(self) -> None:
         """Put the objects that scopes have made since the last call on the servers."""
+        if self._made.pending or self._made_optimizers:
+            self._register_noted()
+        if "torchmetrics" in sys.modules:
+            metric_binding.install()
+
+    def _register_noted(self) -> None:
         alive = self._made.pop(self._is_new)
         roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
         within: set[torch.nn.Module] = set()  # the layers of Keras models, which torch may not see as their modules
@@ -128,8 +134,6 @@ class ServerRegistration:
                 self._register_tensor(each, "", trainable=True)
         while self._made_optimizers:
             make_remote(self._made_optimizers.pop(0))
-        if "torchmetrics" in sys.modules:
-            metric_binding.install()
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_meta and self.access.represented.stored_of(tensor) is None
