@@ -52,7 +52,7 @@ from distnb.servers.variables import roles
 from distnb.servers.variables.here import servers_here
 from distnb.story import Transition
 from distnb.strategies.parameter_server import ParameterServerStrategy
-from distnb.values.structure import map_structure
+from distnb.values.structure import flatten, unflatten
 from distnb.wire.messages import Reply
 
 __all__ = ["ClusterCoordinator", "running_coordinators", "stories"]
@@ -270,7 +270,12 @@ class ClusterCoordinator:
             BaseException: The error of one of the closures, at each call.
             ClosureCancelled: One of them was cancelled before it had a result.
         """
-        return map_structure(_fetched, val)
+        leaves, shape = flatten(val)
+        numbers = [each.number for each in leaves if isinstance(each, RemoteValue)]
+        if len(numbers) > 1:  # one wait for all: to wake a thread costs as much as a small closure
+            unfinished = self._closures.keys()
+            self._await_result(lambda: unfinished.isdisjoint(numbers) or self._must_raise)
+        return unflatten(shape, map(_fetched, leaves))
 
     def wait(self, values: Sequence[RemoteValue], left: int) -> None:
         """Wait until at most `left` of these results are outstanding, or a closure has raised.

@@ -123,7 +123,8 @@ class KeptCopies:
         """Update the coordinator's tensors from the servers. Changes made here are kept."""
         with self.turn:
             owned = [(stored.number, owner()) for stored, owner in self._represented.owners.items()]
-            self.refresh([n for n, owner in owned if n in self._copies and self._copies[n].reference() is owner])
+            if owned:
+                self.refresh([n for n, owner in owned if n in self._copies and self._copies[n].reference() is owner])
 
     def pulls(self, numbers: Iterable[int]) -> dict[int, Pull]:
         """Return the operations that update the copies of some variables, by server."""
