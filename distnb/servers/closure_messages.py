@@ -115,7 +115,7 @@ def _plain(message: RunClosure) -> tuple[Any, ...]:
 
 
 def _closure_of(fields: Sequence[Any]) -> RunClosure:
-    return RunClosure(*fields[:2], Fence._make(fields[2]), *fields[3:])
+    return RunClosure._make((*fields[:2], Fence._make(fields[2]), *fields[3:]))
 
 
 give_plain_form(3, RunClosure, _plain, _closure_of)

@@ -58,8 +58,11 @@ class FunctionParts:
             if contents is None:
                 return False
             objects += contents
-        if self._weakly and (objects := self._without_weak(objects)) is None:
-            return False
+        if self._weakly:
+            others = self._without_weak(objects)
+            if others is None:
+                return False
+            objects = others
         return (
             function.__code__ is self._code
             and len(objects) == len(self._objects)
