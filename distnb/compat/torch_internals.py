@@ -38,6 +38,7 @@ with private_names("torch"):
     cudnn_deterministic = torch._C._get_cudnn_deterministic
     deterministic = torch._C._get_deterministic_algorithms
     deterministic_warns = torch._C._get_deterministic_algorithms_warn_only
+    matmul_precision = torch._C._get_float32_matmul_precision
     is_view = torch.Tensor._is_view
     make_subclass: Any = torch.Tensor._make_subclass
     _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
@@ -73,6 +74,7 @@ __all__ = [
     "leaves",
     "local_tensor",
     "make_subclass",
+    "matmul_precision",
     "make_wrapper",
     "load_compiler_on_demand",
     "map_leaves",

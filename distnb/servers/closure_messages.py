@@ -1,18 +1,18 @@
 """The messages of a cluster with parameter servers: the assignment of tasks to engines, and closures for workers.
 
-A worker has a separate channel for closures and for notices about parameter servers. It replies to a closure with a
-`wire.messages.Reply`, as to any other program.
+A worker has a separate channel for closures and for notices about parameter servers. It replies to a closure that
+succeeded with a `ClosureReply`, and otherwise with a `wire.messages.Reply`, as to any other program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from distnb.topology import Task, Team
 from distnb.wire.codec import give_codes, give_plain_form
 
-__all__ = ["NO_FENCE", "ClosureResult", "Fence", "RunClosure", "ServersReplaced", "AssignTask"]
+__all__ = ["NO_FENCE", "ClosureResult", "ClosureReply", "Fence", "RunClosure", "ServersReplaced", "AssignTask"]
 
 
 class AssignTask(NamedTuple):
@@ -62,7 +62,7 @@ NO_FENCE = Fence()
 
 
 class RunClosure(NamedTuple):
-    """The request to call a scheduled function. The reply's value is a `ClosureResult`.
+    """The request to call a scheduled function.
 
     Attributes:
         closure: The closure's number, which stays the same if the closure is sent again.
@@ -96,7 +96,7 @@ class RunClosure(NamedTuple):
 
 
 class ClosureResult(NamedTuple):
-    """The value of a reply to `RunClosure`, if the closure succeeded.
+    """The value of a `ClosureReply`.
 
     Attributes:
         value: The function's result, packed by `coordinator.pickling.dump` unless it is a plain scalar.
@@ -109,8 +109,26 @@ class ClosureResult(NamedTuple):
     staleness: tuple[int, ...] = ()
 
 
+class _ClosureReply(NamedTuple):
+    program: int
+    value: ClosureResult
+
+
+class ClosureReply(_ClosureReply):
+    """The reply to a closure that succeeded.
+
+    Attributes:
+        program, value: As in `Reply`.
+        status, error: As in `Reply`, always the same.
+    """
+
+    __slots__ = ()
+    status: ClassVar[Literal["ok"]] = "ok"
+    error: ClassVar = None
+
+
 def _plain(message: RunClosure) -> tuple[Any, ...]:
-    # Marshal would not keep buffers as they are, and refuses tuples with names, such as `Fence`.
+    # Marshal would write buffers, and arrays of numpy, as bytes. It refuses tuples with names, such as `Fence`.
     return tuple(message) if message.buffers else (*message[:2], tuple(message.fence), *message[3:])
 
 
@@ -118,5 +136,15 @@ def _closure_of(fields: Sequence[Any]) -> RunClosure:
     return RunClosure._make((*fields[:2], Fence._make(fields[2]), *fields[3:]))
 
 
+def _plain_reply(reply: ClosureReply) -> tuple[Any, ...]:
+    return tuple(reply) if reply.value.contributions is not None else (reply.program, *reply.value)
+
+
+def _reply_of(fields: Sequence[Any]) -> ClosureReply:
+    program, *result = fields
+    return ClosureReply(program, ClosureResult._make(result))
+
+
 give_plain_form(3, RunClosure, _plain, _closure_of)
-give_codes(64, RunClosure, Fence, ClosureResult)
+give_plain_form(4, ClosureReply, _plain_reply, _reply_of)
+give_codes(64, RunClosure, Fence, ClosureResult, ClosureReply)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -18,8 +19,11 @@ from torch import nn
 import distnb
 from distnb.coordinator import ClusterCoordinator
 from distnb.objects.modes import environment
+from distnb.servers.closure_messages import ClosureReply, ClosureResult, Fence, RunClosure
 from distnb.servers.coordinator import packer as packer_module
 from distnb.servers.coordinator.packer import ClosurePacker
+from distnb.servers.coordinator.pickling import PickledParts
+from distnb.wire.codec import decode, encode
 from tests.servers.test_server_variables import InHouse, Worker, packer_of, servers, strategy
 
 __all__ = ["servers", "strategy"]
@@ -295,6 +299,28 @@ def test_workers_see_every_change(strategy: Any, servers: InHouse, seed: int) ->
 def test_workers_see_every_change_of_many_programs(strategy: Any, servers: InHouse) -> None:
     for seed in range(200):
         _run_random_program(strategy, servers, seed)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_closures_arrive_as_they_were_sent() -> None:
+    plain = RunClosure(program=1, closure=2, fence=Fence(3, (5,)), definitions=(), data=b"data", buffers=())
+    found = decode(encode(plain))
+    assert (found, type(found.fence)) == (plain, Fence)
+    packed = plain._replace(buffers=(bytearray(b"memory"),), definitions=((7, PickledParts(b"model")),))
+    found = decode(encode(packed))
+    assert found == packed
+    assert type(found.buffers[0]) is bytearray, "tensors are opened in this memory"
+    for value in (None, True, 1.5, "text", PickledParts(b"packed"), torch.ones(2)):
+        reply = ClosureReply(4, ClosureResult(value, None, (0, 2)))
+        found = decode(encode(reply))
+        assert (type(found), type(found.value), found.program) == (ClosureReply, ClosureResult, 4)
+        assert found.value.staleness == (0, 2)
+        assert type(found.value.value) is type(value)
+    counted = ClosureReply(4, ClosureResult(None, {3: torch.ones(1), 4: numpy.ones(1)}))
+    contributions = decode(encode(counted)).value.contributions
+    assert {number: float(each[0]) for number, each in contributions.items()} == {3: 1, 4: 1}
 
 
 # -- the cost of a closure ---------------------------------------------------------------------------------------------

@@ -535,15 +535,15 @@ class Communicator:
             return
         try:
             with self.posting:
-                verifier.end(failed or self.failure is not None)
+                verifier.end(failed or self._state.failure is not None)
         except CollectiveError as error:
             self.fail(error)
         if failed:
             return
-        if self.failure is None and self.group.calls.error is not None:
+        if self._state.failure is None and self.group.calls.error is not None:
             # Others may still reach a collective that the error left undone.
             self._await(lambda: verifier.others_ended() or self._fails_by_error(_GRACE_S), None)
-        if self.failure is not None and not self._state.is_earlier:
+        if self._state.failure is not None and not self._state.is_earlier:
             self.raise_failure()
 
     def _fails_by_error(self, patience_s: float) -> bool:

@@ -27,6 +27,7 @@ class DeadlockDetector:
         self._thread: int | None = None
         self._several_threads = False
         self._cycle: dict[int, CollectiveWait] = {}
+        self._may_be_reported = True  # whether the log may have a wait of this replica
         self._since = 0.0
 
     def issued(self) -> None:
@@ -43,6 +44,9 @@ class DeadlockDetector:
 
     def stop(self) -> None:
         """Withdraw this replica's wait."""
+        if not self._may_be_reported:
+            return
+        self._may_be_reported = False
         if self._log.wait_of(self._log.me) is not None:
             self._log.set_wait(None)
             self._log.send_soon()
@@ -59,6 +63,7 @@ class DeadlockDetector:
         if self._several_threads or not wait.absent:
             self.stop()
             return
+        self._may_be_reported = True
         self._log.set_wait(wait)
         cycle = self._find_cycle()
         # Only a cycle that lasts counts, because a report may be about to change or to arrive.

@@ -313,7 +313,10 @@ class Verifier:
         """
         self._report_data_end(self.number + 1)
         if not failed:
-            self._report_error()
+            if self._calls.error is None:
+                self.log.set_trouble(None)
+            else:
+                self._report_error()
         self.log.set_phase(self.program, "failed" if failed else "ended")
         self.log.exchange()
         if not failed:

@@ -12,9 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from distnb.wire.messages import Reply
-from distnb.wire.planned import PlannedReply
-
 __all__ = ["ProgramKind"]
 
 
@@ -23,7 +20,8 @@ class ProgramKind:
     """The way in which the agent runs the programs of one class of messages.
 
     Attributes:
-        run: Runs a program, given the message and this engine's replica number in the program.
+        run: Runs a program, given the message and this engine's replica number in the program. Returns a `Reply`, or
+            another message with the attributes `program`, `status` and `error` if the program succeeded.
         replica: Returns that replica number, given the message.
         measured: True if the program's time counts in the timeline.
         drops_failure: True if the frames of an earlier failure are released before the program.
@@ -31,7 +29,7 @@ class ProgramKind:
         refusal: The reason why the program cannot ask the user for input, with a place for `{what}`; "" if it can.
     """
 
-    run: Callable[[Any, int], Reply | PlannedReply]
+    run: Callable[[Any, int], Any]
     replica: Callable[[Any], int]
     measured: bool = True
     drops_failure: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -221,7 +222,7 @@ def _raw_modes(random: bytes | None = None) -> tuple[Any, ...]:
     """
     libraries = _loaded_libraries()
     *readers, read_random = _raw_readers(libraries)
-    return libraries, *[read() for read in readers], read_random() if random is None else random
+    return libraries, *map(operator.call, readers), read_random() if random is None else random
 
 
 @functools.cache

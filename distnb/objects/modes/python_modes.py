@@ -165,8 +165,16 @@ _level = operator.attrgetter("level")
 
 
 def raw_modes() -> tuple[Any, ...]:
-    """Return the modes below that are compared around calls. See `environment._raw_modes`."""
-    return _directory(), sys.path.copy(), _changed_variables(), list(map(_level, _loggers()))
+    """Return the modes below that are compared around calls. See `environment._raw_modes`.
+
+    Nothing is called that need not be: this is a part of each call of `run`, in the notebook and on the replicas.
+    """
+    try:
+        directory = os.getcwd()
+    except FileNotFoundError:  # the directory was removed
+        directory = None
+    variables = _changed_now if _variables == _variables_now else _changed_variables()
+    return directory, sys.path.copy(), variables, list(map(_level, _loggers()))
 
 
 MODES: tuple[Mode, ...] = (

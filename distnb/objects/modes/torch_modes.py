@@ -14,6 +14,7 @@ from distnb.compat.torch_internals import (
     default_device,
     deterministic,
     deterministic_warns,
+    matmul_precision,
 )
 from distnb.objects.modes.mode import Mode
 from distnb.objects.rng_state import generator_state
@@ -107,6 +108,10 @@ random_state = functools.partial(generator_state, torch.default_generator)
 def raw_modes() -> tuple[Any, ...]:
     """Return the modes below that are compared around calls, without the random state. See `environment._raw_modes`."""
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    try:
+        precision = matmul_precision()
+    except RuntimeError:
+        precision = _matmul_precision()
     return (
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
@@ -116,7 +121,7 @@ def raw_modes() -> tuple[Any, ...]:
         *map(dtype, _autocast_devices()),
         deterministic(),
         deterministic_warns(),
-        _matmul_precision(),
+        precision,
         cudnn_benchmark(),
         cudnn_deterministic(),
     )

@@ -21,7 +21,7 @@ from distnb.objects.modes.environment import Environment, apply_environment, cap
 from distnb.objects.rng_state import RngState
 from distnb.runtime.randomness import streams
 from distnb.servers.client import ServerConnections
-from distnb.servers.closure_messages import AssignTask, ClosureResult, RunClosure, ServersReplaced
+from distnb.servers.closure_messages import AssignTask, ClosureReply, ClosureResult, RunClosure, ServersReplaced
 from distnb.servers.engine.closure_runner import Runner
 from distnb.servers.variables.access import ServerAccess
 from distnb.servers.variables.here import servers_here
@@ -85,7 +85,7 @@ class TaskRoom:
     def _replica(self, message: RunClosure) -> int:
         return self._working.number
 
-    def _run_closure(self, message: RunClosure, replica: int) -> Reply:
+    def _run_closure(self, message: RunClosure, replica: int) -> Reply | ClosureReply:
         agent, worker, program = self._agent, self._working, message.program
         worker.accept(message)
 
@@ -98,7 +98,7 @@ class TaskRoom:
             return value
 
         try:
-            return Reply(program=program, status="ok", value=agent.guard.call(program, body))
+            return ClosureReply(program, agent.guard.call(program, body))
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
             memberships.program_failed()
             reply = agent.failures.reply(program, error, alone=True)
