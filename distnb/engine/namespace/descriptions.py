@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import reprlib
 import sys
@@ -371,7 +372,24 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 class _Brief(reprlib.Repr):
-    """A repr of a container's first members, such as the names and shapes of a state_dict's tensors."""
+    """A repr of a container's first members, such as the names and shapes of a state_dict's tensors.
+
+    Members are not sorted if they may be tensors: comparing shards would be a message to the other replicas.
+    """
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        if not x or level <= 0:
+            return "{...}" if x else "{}"
+        items = itertools.islice(x.items(), self.maxdict)
+        texts = [f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}" for key, value in items]
+        if len(x) > self.maxdict:
+            texts.append("...")
+        return f"{{{', '.join(texts)}}}"
+
+    def repr_set(self, x: set[Any], level: int) -> str:
+        if any(isinstance(member, torch.Tensor) for member in x):
+            return f"{{{self.repr1(list(x), level)[1:-1]}}}"
+        return super().repr_set(x, level)
 
     def repr1(self, x: Any, level: int) -> str:
         if isinstance(x, dict) and type(x) is not dict:

@@ -191,8 +191,8 @@ class RemoteMirrored(_Handle, Mirrored):
 
     __slots__ = ()
 
-    def numpy(self) -> Any:
-        """Fetch the array from the first replica."""
+    def numpy(self, *, force: bool = True) -> Any:
+        """Fetch the array from the first replica, which is always possible: `force` has torch's name and no effect."""
         return as_array(self._read())
 
     to_numpy = numpy  # for Matplotlib and others, which would otherwise iterate over thousands of handles
