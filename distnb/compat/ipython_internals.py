@@ -41,6 +41,7 @@ __all__ = [
     "has_parent_by_thread",
     "name_cell",
     "number_cells",
+    "numbers_of_cells",
     "redirect_errors",
     "show_lines",
 ]
@@ -100,19 +101,20 @@ def draw_notes(drawer: Any) -> None:
 # -- cells' names ------------------------------------------------------------------------------------------------------
 
 
-def _numbers(compiler: CachingCompiler) -> dict[str, int]:
+def numbers_of_cells(compiler: CachingCompiler) -> dict[str, int]:
+    """Return the number of each cell, by the file name of its code."""
     numbers: dict[str, int] = vars(compiler).setdefault("_filename_map", {})
     return numbers
 
 
 def name_cell(compiler: CachingCompiler, filename: str, number: int) -> None:
     """Make tracebacks call a file "Cell In[number]"."""
-    _numbers(compiler)[filename] = number
+    numbers_of_cells(compiler)[filename] = number
 
 
 def cell_number(compiler: CachingCompiler, filename: str) -> int | None:
     """Return the number of the cell whose code has this file name; None for other files."""
-    return _numbers(compiler).get(filename)
+    return numbers_of_cells(compiler).get(filename)
 
 
 def number_cells(shell: InteractiveShell) -> None:

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from distnb.compat.ipython_internals import name_cell
+from distnb.compat.ipython_internals import name_cell, numbers_of_cells
 from distnb.errors import OptionError, StartError
 from distnb.frames import cell_name
 from distnb.magics.cell_request import CellRequest, read_request
@@ -140,10 +140,10 @@ class DistributeMagic(ast.NodeTransformer):
 
     def _filename(self) -> str:
         """Return the name of the running cell in the debugger and in tracebacks, from the bottom frame."""
-        found, frame = "", sys._getframe()
+        found, frame, cells = "", sys._getframe(), numbers_of_cells(self._shell.compile)
         while frame.f_back is not None:
             frame = frame.f_back
-            if cell_name(frame.f_code.co_filename, self._shell):
+            if frame.f_code.co_filename in cells:
                 found = frame.f_code.co_filename
         raw = self._raw_cell
         return found or str(self._shell.compile.get_code_name(raw, raw, self._shell.execution_count))

@@ -55,7 +55,7 @@ def class_of(kind: str) -> type[Strategy]:
     if not colon:
         raise OptionError(f"{kind!r} is no strategy. The strategies are {', '.join(sorted(WORDS))}.")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = getattr(sys.modules.get(module) or importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise OptionError(
             f"The strategy {kind} cannot be imported in this process: {error}. Define its class in a module (a file) "

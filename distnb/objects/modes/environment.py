@@ -104,13 +104,16 @@ def capture_environment(before: Environment | None = None, moment: Moment = "beg
             `before`, but not at the first call in a cell.
     """
     raw, libraries = _raw_modes(), _loaded_libraries()
+    is_same = before is not None and before.raw == raw
     if before is None or before.cell != _cell or len(before.modes) < len(_compared("beginning", libraries)):
         moment = "beginning"  # this is the first call in the cell, or a library was loaded meanwhile
-    elif moment == "call" and before.raw == raw:
+    elif moment == "call" and is_same:
         return before
     known = before.modes if before is not None else {}
     changed = {}
     for mode in _compared(moment, libraries):
+        if is_same and mode.when == "call" and mode.name in known:
+            continue
         value = mode.capture()
         if mode.name not in known or value != known[mode.name]:
             changed[mode.name] = value

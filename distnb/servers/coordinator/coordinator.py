@@ -656,7 +656,7 @@ class ClusterCoordinator:
     # -- carrying out orders -------------------------------------------------------------------------------------
 
     def _carry_out(self, orders: Sequence[Order]) -> None:
-        pending = deque(orders)
+        pending = deque(orders) if orders else ()
         while pending:
             order = pending.popleft()
             if isinstance(order, Send):

@@ -328,13 +328,13 @@ class ClosureChannel(SessionPart):
             received = False
             for engine, message in self._peers.receive(readable):
                 received = True
-                self._guarded(partial(self._handle, engine, message))
+                self._guarded(self._handle, engine, message)
             if not received:
                 self._report(None)
 
-    def _guarded(self, job: Callable[[], object]) -> None:
+    def _guarded(self, job: Callable[..., object], *args: Any) -> None:
         try:
-            job()
+            job(*args)
         except Exception:
             _logger.exception("a job of the thread failed")
             traceback.print_exc()  # a defect in distnb; the thread must go on, since others wait for it
@@ -345,7 +345,7 @@ class ClosureChannel(SessionPart):
 
     def _report(self, event: Event | None) -> None:
         for listener, _ in tuple(self._listeners):
-            self._guarded(partial(listener, event))
+            self._guarded(listener, event)
 
     def _handle(self, engine: int, message: Any) -> None:
         if engine not in self._tasks:
