@@ -55,11 +55,11 @@ _BENCHMARKS = {
                 Target("distnb strategy.run", "ipyparallel apply_sync", at_most=0.1, known=0.13),
                 Target("distnb strategy.run", "bare ZMQ", at_most=2.2, known=2.6),
                 Target("distnb strategy.run", "Ray actors", at_most=0.3, known=0.45),
-                Target("distnb closures", "distnb strategy.run", at_most=1.5, known=3.5),
+                Target("distnb closures", "distnb strategy.run", at_most=1.5, known=2.2),
             ],
             "pipelined": [
                 Target("distnb strategy.run", "Ray actors", at_most=0.4, known=0.6),
-                Target("distnb closures", "distnb strategy.run", at_most=1.5, known=7.0),
+                Target("distnb closures", "distnb strategy.run", at_most=1.5, known=2.4),
             ],
         },
     ),
