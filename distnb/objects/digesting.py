@@ -38,6 +38,7 @@ from distnb.objects.memory.blocks import (
     plain_memory,
 )
 from distnb.objects.memory.mapped_files import file_of, window_of
+from distnb.objects.memory.plain_tensors import digests_of, plain_among
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, label_of, refusal
 from distnb.objects.plain import is_importable
 from distnb.objects.world_bound import is_training_arguments, is_world_bound
@@ -58,6 +59,9 @@ class References(Protocol):
 
     def digest_token(self, obj: Any) -> Any:
         """Return the tuple that represents an object in a digest, or None if its content is digested."""
+
+    def referred(self, keys: Iterable[int]) -> set[int]:
+        """Return the `id()`s, among those of tensors, of tensors for which `digest_token` returns a token."""
 
     def send_by_value(self, parts: Any) -> None:
         """Send these tensors by value, since they are parts of a tensor that is sent by value.
@@ -165,6 +169,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         self.arranged: dict[int, list[Any]] = {}
         self._rules: dict[type, Callable[[Any, Any], Any]] = dict(_RULES)
         self._reached: dict[int, Any] = {}
+        self._met: list[Any] = []  # tensors in the value that is being pickled, which are digested afterwards
         super().__init__(file or self.digested, protocol=5, buffer_callback=keep or self.digested.keep)
 
     def begin(self, name: str, value: Any) -> None:
@@ -207,9 +212,37 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
     def _digest_of(self, value: Any) -> bytes:
         self.digested.begin()
         self._reached.clear()
+        self._met.clear()
         self.clear_memo()
         self.dump(value)
+        while self._met:  # a tensor may hold others, such as its gradient
+            met, self._met = self._met, []
+            self._digest_tensors(met)
         return self.digested.digest()
+
+    def _digest_tensors(self, tensors: list[Any]) -> None:
+        """Digest tensors of which the pickle only has the places: plain ones together, others by a pickle of each."""
+        alone = self.alone(list(map(id, tensors)))
+        plain = plain_among([tensor for tensor in tensors if id(tensor) not in alone] if alone else tensors)
+        digests, kinds = digests_of(plain)
+        self.digested.add(kinds + b"".join(digests))
+        if max(plain.sizes, default=0) >= _LARGE_NBYTES:
+            for tensor, address, nbytes, digest in zip(plain.tensors, plain.addresses, plain.sizes, digests, strict=True):
+                if nbytes >= _LARGE_NBYTES:
+                    self.seen.large[address, nbytes] = digest, tensor
+        if len(plain.tensors) < len(tensors):
+            together = set(map(id, plain.tensors))
+            self.dump(
+                [
+                    (place, _reduce_tensor(self, tensor))
+                    for place, tensor in enumerate(tensors)
+                    if id(tensor) not in together
+                ]
+            )
+
+    def alone(self, keys: list[int]) -> set[int]:
+        """Return the `id()`s, among those of tensors, of tensors to which other rules than their content apply."""
+        return self.side.references.referred(keys)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -248,6 +281,11 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         if nbytes >= _LARGE_NBYTES:
             self.seen.large[address, nbytes] = digest, owner
         return digest
+
+    def place(self, tensor: Any) -> Any:
+        """Reduce a tensor of torch's own class to its place. `_digest_tensors` follows."""
+        self._met.append(tensor)
+        return content, ()
 
     def tensor(self, tensor: Any) -> Any:
         """Reduce a tensor by its content, its gradient and its attributes."""
@@ -443,6 +481,10 @@ class DigestedPickle:
         self._hasher.reset()
         self._buffers.clear()
 
+    def add(self, data: bytes) -> None:
+        """Digest content of tensors, which is not part of the pickle."""
+        self._hasher.update(data)
+
     def write(self, data: Any) -> None:
         """Digest a part of the pickle."""
         self.nbytes += len(data)
@@ -471,6 +513,10 @@ def content(*parts: Any) -> None:
 def on_accelerator(tensor: Any) -> bool:
     """Return whether a tensor's memory is on an accelerator."""
     return tensor.device.type not in ("cpu", "meta")
+
+
+def _reduce_to_place(pickler: Digester, tensor: Any) -> Any:
+    return pickler.place(tensor)
 
 
 def _reduce_tensor(pickler: Digester, tensor: Any) -> Any:
@@ -515,7 +561,9 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
     """Return the method of the pickler that reduces objects of a type."""
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "UntypedStorage"):
-        if kind in (torch.Tensor, torch.nn.Parameter):
+        if kind is torch.Tensor:
+            return _reduce_to_place
+        if kind is torch.nn.Parameter:
             return _reduce_tensor
         if kind in (torch.UntypedStorage, torch.storage.TypedStorage):
             return _reduce_storage

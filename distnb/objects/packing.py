@@ -179,6 +179,10 @@ class Packer(Digester):
         shown = (memory, array.dtype, array.shape, strides, max(offset, 0), bool(array.flags.writeable))
         return constructors.open_array, shown
 
+    def place(self, tensor: Any) -> Any:
+        reference = self.reference(tensor)
+        return reference if reference is not None else self.tensor(tensor)
+
     def tensor(self, tensor: Any) -> Any:
         plain = plain_memory(tensor)
         if plain is not None:

@@ -480,6 +480,15 @@ class Tracker:
                 return number
         return None
 
+    def without_numbers(self, keys: list[int]) -> list[int]:
+        """Return those `id()`s of objects that belong to no object that the other end has."""
+        for table in reversed(self._tables.values()):
+            if not keys:
+                break
+            numbers = table.numbers
+            keys = [key for key in keys if key not in numbers]
+        return keys
+
     def number_of_memory(self, start: int, nbytes: int) -> int | None:
         """Return the number of a block of memory that contains these bytes and that the other end has, or None."""
         memory = self._memories.of(start, nbytes)

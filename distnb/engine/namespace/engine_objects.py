@@ -81,6 +81,10 @@ class EngineReferences:
             return (type(obj).__name__, obj.values) if isinstance(obj, DistributedValues) else None
         return (identity,)
 
+    def referred(self, keys: Iterable[int]) -> set[int]:
+        """Return the `id()`s of tensors that the notebook may have handles of."""
+        return self._objects.with_ids(keys)
+
     def token(self, obj: Any) -> Any:
         """Return the id of an object that stays here."""
         identity = self._objects.id_of(obj)
@@ -181,6 +185,10 @@ class EngineObjects:
         found = self._ids.get(id(obj))
         return found[0] if found is not None else None
 
+    def with_ids(self, keys: Iterable[int]) -> set[int]:
+        """Return those `id()`s of objects whose objects `id_of` has ids for."""
+        return {key for key in keys if key in self._ids} if self._ids else set()
+
     def own(self, identity: ObjectId, obj: Any, *, by_value: bool = False) -> ObjectId:
         """Keep an object under an id, and return the first id that it got, which identifies it.
 
@@ -214,6 +222,10 @@ class _NoReferences:
 
     def digest_token(self, obj: Any) -> Any:
         """Return None, since every object is copied."""
+
+    def referred(self, keys: Iterable[int]) -> set[int]:
+        """Return no `id()`, since every object is copied."""
+        return set()
 
     def token(self, obj: Any) -> Any:
         """Return None, since every object is copied."""

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
+import torch
+
 from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.errors import CannotTravelError
 from distnb.objects.code.definitions import is_code
@@ -50,6 +52,9 @@ class _Surveyor(Digester):
     def array(self, array: Any) -> Any:
         self._note_memory(array.__array_interface__["data"][0], array.nbytes)
         return super().array(array)
+
+    def alone(self, keys: list[int]) -> set[int]:
+        return super().alone(keys).union(self._objects.tracker.without_numbers(keys))
 
     def tensor(self, tensor: Any) -> Any:
         # A tensor with a number of its own is found among the pickled objects.
@@ -96,6 +101,9 @@ class ContentSurveyor(_Surveyor):
 
     def reference(self, obj: Any) -> Any:
         return None if obj is self._root else super().reference(obj)
+
+    def alone(self, keys: list[int]) -> set[int]:
+        return set(keys)
 
     def tensor(self, tensor: Any) -> Any:
         if self._tensors:
@@ -244,7 +252,7 @@ class DataSurveyor(_Surveyor):
         if issubclass(kind, type | types.CodeType) and not is_root:
             return ()  # a class is digested on its own
         try:
-            reduced: Any = self.reducer_override(obj)
+            reduced: Any = self.tensor(obj) if kind is torch.Tensor else self.reducer_override(obj)
             if reduced is NotImplemented:
                 reducer: Any = self.dispatch_table.get(kind)
                 reduced = reducer(obj) if reducer is not None else obj.__reduce_ex__(5)

@@ -76,6 +76,10 @@ class NotebookReferences:
             return "refused", str(error), type(error).__name__
         return word, state.identity, state.local, "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
 
+    def referred(self, keys: Iterable[int]) -> set[int]:
+        """Return no `id()`: handles are no tensors."""
+        return set()
+
     def send_by_value(self, parts: Any) -> None:
         """Do nothing: all tensors are sent by value."""
 

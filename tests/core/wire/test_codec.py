@@ -30,6 +30,9 @@ class ByValue:
     def digest_token(self, obj: Any) -> Any:
         return None
 
+    def referred(self, keys: Iterable[int]) -> set[int]:
+        return set()
+
     def token(self, obj: Any) -> Any:
         return None
 
