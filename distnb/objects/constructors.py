@@ -29,7 +29,9 @@ class ByOpener:
 
 
 open_reference = ByOpener("open_reference")
+open_batch = ByOpener("open_batch")
 open_memory = ByOpener("open_memory")
+memory_of = ByOpener("memory_of")
 update_memory = ByOpener("update_memory")
 open_from_host = ByOpener("open_from_host")
 open_storage_from_host = ByOpener("open_storage_from_host")

@@ -23,6 +23,7 @@ import xxhash
 
 from distnb.compat import accelerate_internals, matplotlib_internals, pandas_internals, transformers_internals
 from distnb.compat.keras_core import reduce_input
+from distnb.compat.pickle_internals import objects_in_memo
 from distnb.errors import CannotTravelError
 from distnb.objects import constructors, keras_archives
 from distnb.objects.code import definitions
@@ -32,6 +33,7 @@ from distnb.objects.memory.blocks import (
     BYTES_AT,
     PLAIN_DTYPES,
     MemoryBlock,
+    TensorBatch,
     bytes_of,
     dense_tensor,
     is_stored,
@@ -110,6 +112,7 @@ class Digests:
         classes: Classes in the values that are sent by value, each under a name of its own.
         large: The digests of large memory by (address, size in bytes), for packing, with the object that keeps the
             memory alive, since another object's would get its address.
+        plain: The plain tensors in each value that has any, for packing, by the value's name.
     """
 
     by_name: dict[str, bytes] = field(default_factory=dict)
@@ -122,6 +125,7 @@ class Digests:
     refused: dict[str, Placeholder] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
     large: dict[tuple[int, int], tuple[bytes, Any]] = field(default_factory=dict)
+    plain: dict[str, list[Any]] = field(default_factory=dict)
 
     def add_function(self, function: types.FunctionType) -> None:
         """Add the names that a function of the namespace reads."""
@@ -149,6 +153,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         label, root: The label of the pickled value in messages, and the value.
         arranged: The items of the sets in the most recently digested value whose order depends on addresses, arranged
             by their content. By the `id()` of the set.
+        plain: The plain tensors in the most recently digested value.
     """
 
     persistent_id: Callable[[Any], Any]
@@ -170,6 +175,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         self._rules: dict[type, Callable[[Any, Any], Any]] = dict(_RULES)
         self._reached: dict[int, Any] = {}
         self._met: list[Any] = []  # tensors in the value that is being pickled, which are digested afterwards
+        self.plain: list[Any] = []
         super().__init__(file or self.digested, protocol=5, buffer_callback=keep or self.digested.keep)
 
     def begin(self, name: str, value: Any) -> None:
@@ -182,7 +188,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         self.arranged.clear()
         digest = self._digest_of(value)
         if self.digested.may_hold_sets:
-            found = [obj for _, obj in self.memo.copy().values() if type(obj) in _SETS and len(obj) > 1]
+            found = [obj for obj in objects_in_memo(self) if type(obj) in _SETS and len(obj) > 1]
             if found:
                 self.arrange(found)
                 self.persistent_id = lambda obj: self.arranged.get(id(obj))  # called for every object
@@ -213,6 +219,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         self.digested.begin()
         self._reached.clear()
         self._met.clear()
+        self.plain = []
         self.clear_memo()
         self.dump(value)
         while self._met:  # a tensor may hold others, such as its gradient
@@ -221,24 +228,20 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return self.digested.digest()
 
     def _digest_tensors(self, tensors: list[Any]) -> None:
-        """Digest tensors of which the pickle only has the places: plain ones together, others by a pickle of each."""
+        """Digest tensors of which the pickle only has the places: plain ones together, others by their reductions."""
         alone = self.alone(list(map(id, tensors)))
         plain = plain_among([tensor for tensor in tensors if id(tensor) not in alone] if alone else tensors)
         digests, kinds = digests_of(plain)
         self.digested.add(kinds + b"".join(digests))
+        self.plain += plain.tensors
         if max(plain.sizes, default=0) >= _LARGE_NBYTES:
-            for tensor, address, nbytes, digest in zip(plain.tensors, plain.addresses, plain.sizes, digests, strict=True):
-                if nbytes >= _LARGE_NBYTES:
-                    self.seen.large[address, nbytes] = digest, tensor
+            for tensor, *window, digest in zip(plain.tensors, plain.addresses, plain.sizes, digests, strict=True):
+                if window[1] >= _LARGE_NBYTES:
+                    self.seen.large[window[0], window[1]] = digest, tensor
         if len(plain.tensors) < len(tensors):
             together = set(map(id, plain.tensors))
-            self.dump(
-                [
-                    (place, _reduce_tensor(self, tensor))
-                    for place, tensor in enumerate(tensors)
-                    if id(tensor) not in together
-                ]
-            )
+            others = [(place, each) for place, each in enumerate(tensors) if id(each) not in together]
+            self.dump([(place, _reduce_tensor(self, tensor)) for place, tensor in others])
 
     def alone(self, keys: list[int]) -> set[int]:
         """Return the `id()`s, among those of tensors, of tensors to which other rules than their content apply."""
@@ -630,6 +633,7 @@ _RULES: dict[type, Callable[[Any, Any], Any]] = {
     weakref.ref: lambda pickler, obj: (weakref.ref, (found,)) if (found := obj()) is not None else (_ended, ()),
     memoryview: lambda pickler, obj: pickler.window(obj),
     MemoryBlock: lambda pickler, obj: pickler.memory(obj),
+    TensorBatch: lambda pickler, obj: pickler.batch(obj),
     ByOpener: lambda pickler, obj: obj.name,
     Placeholder: lambda pickler, obj: obj.__reduce__(),
 }

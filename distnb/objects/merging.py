@@ -38,7 +38,7 @@ from distnb.compat import matplotlib_internals
 from distnb.objects import keras_archives
 from distnb.objects.code import definitions
 from distnb.objects.constructors import ByOpener
-from distnb.objects.memory.blocks import MemoryBlock, is_stored
+from distnb.objects.memory.blocks import MemoryBlock, TensorBatch, is_stored
 from distnb.objects.memory.mapped_files import is_same_window
 from distnb.objects.placeholder import Placeholder
 
@@ -60,6 +60,7 @@ ATOMS: frozenset[type] = frozenset(
         types.ModuleType,
         ByOpener,
         MemoryBlock,
+        TensorBatch,
     }
 )
 """Types of objects that contain no object that could have a counterpart."""

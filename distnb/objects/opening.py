@@ -35,7 +35,8 @@ from distnb.objects.code import definitions
 from distnb.objects.collecting import no_collection
 from distnb.objects.constructors import ByOpener, open_storage
 from distnb.objects.digesting import Side
-from distnb.objects.memory.blocks import COPIED_NBYTES, MemoryBlock
+from distnb.objects.memory.blocks import COPIED_NBYTES, MemoryBlock, TensorBatch
+from distnb.objects.memory.plain_tensors import open_batch
 from distnb.objects.packing import OFFSET_BITS, Packed
 from distnb.objects.placeholder import CURE_FOR_MODULES, Placeholder, label_of
 
@@ -59,6 +60,7 @@ class Opener:
         new_classes: The classes that were created.
         held_classes: The known classes, each after the name of the value that brought it, with the state that arrived.
         new_memories: The blocks of memory that were created.
+        batches: The batches of tensors, each with the name of the value in which they are.
         referred: The objects behind references: handles, and objects that stay here. They did not arrive.
         parts_used: The parts of earlier packs to whose objects this pack refers by number.
         bound: The names in the namespace that were bound to classes while they were read.
@@ -76,6 +78,7 @@ class Opener:
         self.new_classes: list[type] = []
         self.held_classes: list[tuple[str, type, dict[str, Any]]] = []
         self.new_memories: list[MemoryBlock] = []
+        self.batches: list[tuple[str, TensorBatch]] = []
         self.referred: list[Any] = []
         self.parts_used: set[int] = set()
         self.bound: list[str] = []
@@ -159,6 +162,18 @@ class Opener:
         tensor = MemoryBlock.filled(data).tensor().to(self._place)
         return open_storage(MemoryBlock(tensor, 0, tensor.nbytes), dtype)
 
+    def open_batch(self, data: Any, dtype: Any, shapes: list[tuple[int, ...]]) -> TensorBatch:
+        """Return the tensors of a batch."""
+        batch = open_batch(data, dtype, shapes)
+        self.batches.append((self._name, batch))
+        return batch
+
+    def memory_of(self, tensor: Any) -> MemoryBlock:
+        """Return the block of memory of a tensor that came in a batch."""
+        memory = MemoryBlock.of_storage(tensor.untyped_storage())
+        self.new_memories.append(memory)
+        return memory
+
     def open_memory(self, data: Any, resizable: bool) -> MemoryBlock:
         """Return a new block of memory."""
         memory = self._filled(data, resizable)
@@ -169,8 +184,15 @@ class Opener:
         return MemoryBlock.filled(data, self._side.resizable_nbytes if resizable else COPIED_NBYTES)
 
     def update_memory(self, number: int, data: Any, resizable: bool) -> MemoryBlock:
-        """Return a known block of memory. If `data` is not None, the block gets this content."""
-        known: MemoryBlock = self.find(number)
+        """Return a known block of memory. If `data` is not None, the block gets this content.
+
+        Args:
+            number: The number of the block, or of the tensor whose memory it is.
+            data: The new content.
+            resizable: True if torch can resize the memory where it comes from.
+        """
+        found: Any = self.find(number)
+        known = found if type(found) is MemoryBlock else self.memory_of(found)
         known.follow()
         if not known.is_there(known.start):
             if data is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from distnb.compat.pickle_internals import objects_in_memo
 from distnb.objects.collecting import no_collection
 from distnb.objects.memory.blocks import MemoryBlock
 from distnb.objects.merging import ATOMS
@@ -54,6 +55,7 @@ class PackTable:
         self._starts = packed.starts
         self._parts = [part_of(packed.serial, name) for name in packed.names]
         self._indices = {part: index for index, part in enumerate(self._parts)}
+        self._batches = [(packed.names.index(name), batch) for name, batch in coder.batches]
         self._own: set[int] = set()  # the indices of parts whose objects have other numbers at the other end
         self._roots = roots
         self._coder = coder
@@ -111,11 +113,12 @@ class PackTable:
         """
         idle = {index for index, name in enumerate(self.names) if name not in self.wanted} - self._own
         places = sorted(place for place in self.objects if self._index_of(place) in idle)
+        batched = {id(tensor) for index, batch in self._batches if index in idle for tensor in batch}
         self._numbers, left = None, set[int]()
         for place in places:  # containers come before their items
-            if type(self.objects[place]) is MemoryBlock:
-                continue  # arrays use the memory without a reference to the block
             key = id(self.objects[place])
+            if type(self.objects[place]) is MemoryBlock or key in batched:
+                continue  # arrays use the memory without a reference to the block
             if _references(self.objects, place) > _REFERENCES_OF_ONE_ALONE and not any(
                 key in table.numbers for table in newer
             ):
@@ -151,6 +154,8 @@ class PackTable:
     def idle_nbytes(self) -> int:
         """The bytes of memory of values that are no longer wanted, less the bytes of wanted values."""
         found = 0
+        for index, batch in self._batches:
+            found += sum(tensor.nbytes for tensor in batch) * (-1 if self.names[index] in self.wanted else 1)
         for place, obj in self.objects.items():
             if type(obj) is MemoryBlock:
                 found += -obj.nbytes if self.names[self._index_of(place)] in self.wanted else obj.nbytes
@@ -187,10 +192,12 @@ def pairs_with(packer: Packer, tables: Sequence[PackTable]) -> tuple[array[int],
     pairs, parts = array("Q"), dict[int, int]()
     if tables:
         with no_collection():
-            memo = packer.memo.copy()
-            for each in tables:
-                for key in each.numbers.keys() & memo.keys():
-                    part, offset = divmod(each.numbers[key], 1 << OFFSET_BITS)
+            ids = dict.fromkeys(map(id, objects_in_memo(packer)))
+            known = [(each.numbers, key) for each in tables for key in each.numbers.keys() & ids.keys()]
+            memo = packer.memo.copy() if known else {}
+            for numbers, key in known:
+                if key in memo:
+                    part, offset = divmod(numbers[key], 1 << OFFSET_BITS)
                     pairs.extend((memo[key][0], parts.setdefault(part, len(parts)) << OFFSET_BITS | offset))
             del memo
     return pairs, tuple(parts)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copyreg
 import io
+import operator
 import pickle
 import pickletools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from distnb.objects.digesting import INLINE_NBYTES, Digester, Side, on_accelerat
 from distnb.objects.memory.blocks import (
     MemoryBlock,
     MemoryBlocks,
+    TensorBatch,
     array_window,
     bytes_of,
     dense_tensor,
@@ -29,6 +31,7 @@ from distnb.objects.memory.blocks import (
     tensor_window,
 )
 from distnb.objects.memory.mapped_files import file_of, identity_of, open_mapped_file, open_mapped_view, window_of
+from distnb.objects.memory.plain_tensors import batches_of, bytes_and_shapes
 from distnb.objects.placeholder import Placeholder, cure_for, refusal
 
 __all__ = ["OFFSET_BITS", "Packed", "Packer", "out_of_band"]
@@ -130,6 +133,7 @@ class Packer(Digester):
     Attributes:
         referred: The objects that were sent by reference.
         parts_used: The parts of earlier packs to whose objects this pack refers by number.
+        batches: The batches of tensors, each with the name of the value in which they are.
     """
 
     def __init__(
@@ -142,6 +146,8 @@ class Packer(Digester):
         self.buffers: list[Any] = []
         self.referred: list[Any] = []
         self.parts_used: set[int] = set()
+        self.batches: list[tuple[str, TensorBatch]] = []
+        self._batched: dict[int, tuple[TensorBatch, int]] = {}
         self._number_of = number_of
         self._memories = memories
         if known is not None:
@@ -179,7 +185,22 @@ class Packer(Digester):
         shown = (memory, array.dtype, array.shape, strides, max(offset, 0), bool(array.flags.writeable))
         return constructors.open_array, shown
 
+    def send_together(self, name: str, tensors: Sequence[Any]) -> None:
+        """Send plain tensors, which are in the value that is pickled next, in batches as far as possible.
+
+        Args:
+            name: The name of the value.
+            tensors: Tensors that the other side does not have.
+        """
+        for batch in batches_of(tensors, self._memories):
+            self.batches.append((name, batch))
+            self._batched |= {id(tensor): (batch, place) for place, tensor in enumerate(batch)}
+            self._memories.add_later(batch)
+
     def place(self, tensor: Any) -> Any:
+        batched = self._batched.get(id(tensor))
+        if batched is not None:
+            return operator.getitem, batched
         reference = self.reference(tensor)
         return reference if reference is not None else self.tensor(tensor)
 
@@ -259,6 +280,11 @@ class Packer(Digester):
             self._memories.add(memory)
         return constructors.open_storage, (memory, dtype)
 
+    def batch(self, batch: TensorBatch) -> Any:
+        """Reduce a batch of tensors to one buffer."""
+        data, shapes = bytes_and_shapes(batch)
+        return constructors.open_batch, (pickle.PickleBuffer(data), batch[0].dtype, shapes)
+
     def memory(self, memory: MemoryBlock) -> Any:
         """Reduce a block of memory to its bytes, unless the other side has them."""
         data, resizable = memory.buffer(), memory.is_resizable
@@ -266,6 +292,9 @@ class Packer(Digester):
         if self._number_of is None:
             return constructors.open_memory, (shown, resizable)
         number = self._number_of(memory)
+        tensor = memory.of_tensor() if memory.of_tensor is not None and number is None else None
+        if tensor is not None and id(tensor) in self._batched:
+            return constructors.memory_of, (tensor,)
         digest, _ = self.seen.large.get((memory.start, memory.nbytes), (b"", None))
         if not digest and memory.nbytes:
             digest = xxhash.xxh3_128_digest(data)

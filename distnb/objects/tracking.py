@@ -118,6 +118,8 @@ class Tracker:
                 digester.begin(name, value)
                 try:
                     digests.by_name[name] = digester.digest_of(value)
+                    if digester.plain:
+                        digests.plain[name] = digester.plain
                     if digester.arranged:
                         digests.unordered.add(name)
                 except Exception as error:  # pickling may raise any error  # noqa: BLE001
@@ -190,6 +192,8 @@ class Tracker:
             try:
                 for name, root in zip(names, roots, strict=True):
                     packer.begin(name, root[0])
+                    if name in digests.plain:
+                        packer.send_together(name, self._new(digests.plain[name]))
                     packer.dump(root)
                     ends.append(packer.file.tell())
                 roots.append([])  # its place is the end of the last part
@@ -364,6 +368,8 @@ class Tracker:
             self._add(table)
             for memory in opener.new_memories:
                 self._memories.add(memory)
+            for _, batch in opener.batches:
+                self._memories.add_later(batch)
         opener.close()
         return values
 
@@ -478,7 +484,14 @@ class Tracker:
             number = table.numbers.get(id(obj))
             if number is not None:
                 return number
+        if type(obj) is MemoryBlock and obj.of_tensor is not None:
+            return self.number_of(obj.of_tensor())
         return None
+
+    def _new(self, tensors: list[Any]) -> list[Any]:
+        """Return those tensors that the other end does not have."""
+        new = set(self.without_numbers(list(map(id, tensors))))
+        return tensors if len(new) == len(tensors) else [tensor for tensor in tensors if id(tensor) in new]
 
     def without_numbers(self, keys: list[int]) -> list[int]:
         """Return those `id()`s of objects that belong to no object that the other end has."""

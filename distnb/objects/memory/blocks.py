@@ -12,7 +12,7 @@ import ctypes
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "PLAIN_DTYPES",
     "MemoryBlock",
     "MemoryBlocks",
+    "TensorBatch",
     "array_window",
     "buffer_at",
     "bytes_of",
@@ -51,9 +52,10 @@ class MemoryBlock:
 
     Attributes:
         digest: The digest of the bytes that the other side has; None if it has none.
+        of_tensor: A weak reference to the tensor whose number stands for the block, which has none; None for others.
     """
 
-    __slots__ = ("__weakref__", "_owner", "digest", "nbytes", "start", "storage")
+    __slots__ = ("__weakref__", "_owner", "digest", "nbytes", "of_tensor", "start", "storage")
 
     def __init__(self, owner: Any, start: int, nbytes: int, storage: Any = None) -> None:
         self._owner = owner
@@ -61,6 +63,7 @@ class MemoryBlock:
         self.nbytes = nbytes
         self.storage = storage
         self.digest: bytes | None = None
+        self.of_tensor: weakref.ref[Any] | None = None
 
     @staticmethod
     def of_storage(storage: Any) -> MemoryBlock:
@@ -197,6 +200,22 @@ def bytes_of(tensor: Any) -> Any:
     return buffer_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
 
+class TensorBatch(list[Any]):
+    """Small tensors with memory of their own that are sent together, in one buffer.
+
+    Attributes:
+        identities: The identities of the tensors' storages, where the tensors come from.
+        blocks: The blocks of their memory, once they are needed.
+    """
+
+    __slots__ = ("__weakref__", "blocks", "identities")
+
+    def __init__(self, tensors: Iterable[Any], identities: Iterable[int] = ()) -> None:
+        super().__init__(tensors)
+        self.identities = frozenset(identities)
+        self.blocks: list[MemoryBlock] = []
+
+
 class MemoryBlocks:
     """The known blocks by address, without strong references: the table of a pack keeps its blocks alive."""
 
@@ -205,6 +224,29 @@ class MemoryBlocks:
         self._starts: list[int] = []
         # When torch resizes a storage, its identity stays the same, but its address changes.
         self._storages: weakref.WeakValueDictionary[int, MemoryBlock] = weakref.WeakValueDictionary()
+        self._waiting: list[weakref.ref[Any]] = []
+
+    def add_later(self, batch: TensorBatch) -> None:
+        """Add the memory of a batch's tensors when a block is next looked up: often, none ever is."""
+        self._waiting.append(weakref.ref(batch))
+
+    def _add_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for reference in waiting:
+            batch = reference()
+            for tensor in batch or ():
+                if self._storages.get(_identity(tensor.untyped_storage())) is None:
+                    memory = MemoryBlock.of_storage(tensor.untyped_storage())
+                    memory.of_tensor = weakref.ref(tensor)
+                    batch.blocks.append(memory)
+                    self.add(memory)
+
+    def are_known(self, identities: Sequence[int]) -> set[int]:
+        """Return those identities of storages whose memory is known, or waits to be added."""
+        found = {identity for identity in identities if identity in self._storages} if self._storages else set()
+        for batch in filter(None, (reference() for reference in self._waiting)):
+            found.update(batch.identities.intersection(identities))
+        return found
 
     def add(self, memory: MemoryBlock) -> None:
         """Add a block."""
@@ -219,6 +261,8 @@ class MemoryBlocks:
 
     def of(self, start: int, nbytes: int) -> MemoryBlock | None:
         """Return a known block that contains these bytes, or None."""
+        if self._waiting:
+            self._add_waiting()
         place = bisect.bisect_right(self._starts, start)
         while place:
             place -= 1
@@ -233,6 +277,8 @@ class MemoryBlocks:
 
     def of_storage(self, storage: Any) -> MemoryBlock | None:
         """Return the known block that covers a whole storage, or None."""
+        if self._waiting:
+            self._add_waiting()
         found = self._storages.get(_identity(storage))
         if found is not None:
             found.follow()

@@ -199,3 +199,64 @@ def test_a_partly_resized_tensor_is_not_read(world: DoubleWorld) -> None:
     run_all(world, [ordinary(text)])
     with pytest.raises(CannotTravelError, match=r"`w`.*its storage has 8 bytes, but its shape needs 4194304"):
         run_all(world, [distributed("w.sum()")])
+
+
+TOGETHER = """
+many = {f"v{i}": torch.full((i % 3 + 1,), float(i)) for i in range(6)} | {
+    "scalar": torch.tensor(7), "square": torch.ones(2, 2), "half": torch.ones(3, dtype=torch.bfloat16),
+    "flag": torch.tensor([True, False]), "none": torch.ones(0), "large": torch.ones(70_000), "strided": torch.ones(4)[::2],
+}
+many["alias"] = many["v2"].view(3, 1)
+many["row"] = many["square"][0]
+many["same"] = many["v1"]
+"""
+"""A value with tensors that are sent in one buffer, and others that share memory or are of another kind."""
+
+
+def test_small_tensors_are_sent_with_their_shapes_dtypes_and_shared_memory(world: DoubleWorld) -> None:
+    """Change tensors of a dict on either side, and compare with one process."""
+    read = "{name: (t.tolist() if t.numel() < 9 else t.sum().item(), str(t.dtype)) for name, t in many.items()}"
+    cells = [
+        ordinary(f"import torch\n{TOGETHER}"),
+        distributed(f"there = {read}\nmany['v2'] += 1\nmany['row'] += 1\nmany['v1'] += 1\nmany['large'][-1] = 0"),
+        ordinary(f"here = {read}\nsame = many['same'] is many['v1']\nmany['v3'] += 5\nmany['square'].zero_()"),
+        distributed(f"then = {read}\nsizes = [many[k].untyped_storage().nbytes() for k in ('v0', 'v1', 'square')]"),
+    ]
+    plain = PlainWorld()
+    for each in (plain, world):
+        run_all(each, cells)
+    names, found = plain.names(), world.names()
+    compare({name: names[name] for name in names}, {name: found[name] for name in names})
+
+
+@pytest.mark.parametrize(
+    "view", ["many['v5'][1:]", "many['v5'].numpy()", "many['v5'].view(3, 1)", "many['v5'].detach()"]
+)
+def test_a_view_that_is_read_later_shares_the_memory_of_a_small_tensor(world: DoubleWorld, view: str) -> None:
+    plain = PlainWorld()
+    cells = [
+        ordinary(f"import torch\n{TOGETHER}"),
+        distributed("many; n = 1"),
+        ordinary(f"view = {view}\nview += 1"),
+        distributed("view[-1] = 9\nthere = many['v5'].tolist()"),
+        ordinary("here = many['v5'].tolist()\nmany['v5'][-1] = 4\nother = many['v5'].view(-1)"),
+        distributed("other[-1] += 1\nlast = float(view[-1]), many['v5'].tolist()"),
+        ordinary("here = float(view[-1]), many['v5'].tolist(), other.tolist()"),
+    ]
+    for each in (plain, world):
+        run_all(each, cells)
+    names, found = plain.names(), world.names()
+    compare({name: names[name] for name in names}, {name: found[name] for name in names})
+
+
+def test_values_that_differ_in_a_kind_of_tensor_are_sent_again(world: DoubleWorld) -> None:
+    """Exchange two tensors of which only one is plain, which leaves the digest of each alone as it was."""
+    cells = [
+        ordinary("pair = [torch.ones(2), torch.ones(4)[::2]]"),
+        distributed("before = [t.stride() for t in pair]"),
+        ordinary("pair.reverse()"),
+        distributed("after = [t.stride() for t in pair]"),
+    ]
+    run_all(world, cells)
+    ns = world.notebook.user_ns
+    assert (ns["before"], ns["after"]) == ([(1,), (2,)], [(2,), (1,)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,14 @@ def test_decoded_views_share_their_storage_and_are_writable() -> None:
     array = travel(np.zeros(1000))
     array[0] = 1
     assert array[0] == 1
+
+
+def test_small_tensors_of_a_value_are_sent_in_one_buffer() -> None:
+    sender = end()
+    values = {"many": [torch.full((500,), float(number)) for number in range(20)]}
+    digests = sender.digest(values)
+    packed = sender.pack(1, values, digests, ["many"])
+    assert [memoryview(each).nbytes for each in packed.buffers] == [20 * 500 * 4]
 
 
 @pytest.mark.parametrize("writeable", [True, False])
