@@ -7,7 +7,7 @@ replica's device, which stays there.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distnb.objects.constructors import open_module
@@ -75,6 +75,10 @@ class Namespace:
     def digest_token(self, obj: Any) -> Any:
         """Return the identity of an object behind a handle for the digest, or None."""
         return self.token(obj)
+
+    def referred(self, keys: Iterable[int]) -> set[int]:
+        """Return no `id()`, since there are no tensors of torch."""
+        return set()
 
     def token(self, obj: Any) -> Any:
         """Return the id of an object that stays here, or None."""

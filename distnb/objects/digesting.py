@@ -187,13 +187,18 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         """Return a digest of a value and everything in it."""
         self.arranged.clear()
         digest = self._digest_of(value)
-        if self.digested.may_hold_sets:
-            found = [obj for obj in objects_in_memo(self) if type(obj) in _SETS and len(obj) > 1]
-            if found:
-                self.arrange(found)
-                self.persistent_id = lambda obj: self.arranged.get(id(obj))  # called for every object
-                digest = self._digest_of(value)
+        if self.digested.may_hold_sets and (found := self._sets()):
+            self.arrange(found)
+            self.persistent_id = lambda obj: self.arranged.get(id(obj))  # called for every object
+            digest = self._digest_of(value)
         return digest
+
+    def _sets(self) -> list[Any]:
+        """Return the sets in the pickled value that have several items."""
+        pickled = objects_in_memo(self)
+        if _SETS.isdisjoint(map(type, pickled)):
+            return []
+        return [obj for obj in pickled if type(obj) in _SETS and len(obj) > 1]
 
     def arrange(self, sets: Iterable[Any]) -> None:
         """Arrange the items of sets by their content, without that of the sets in them.

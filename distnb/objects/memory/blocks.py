@@ -233,8 +233,8 @@ class MemoryBlocks:
     def _add_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for reference in waiting:
-            batch = reference()
-            for tensor in batch or ():
+            batch: TensorBatch = reference() or TensorBatch(())
+            for tensor in batch:
                 if self._storages.get(_identity(tensor.untyped_storage())) is None:
                     memory = MemoryBlock.of_storage(tensor.untyped_storage())
                     memory.of_tensor = weakref.ref(tensor)

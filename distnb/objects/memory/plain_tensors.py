@@ -136,7 +136,7 @@ def open_batch(data: Any, dtype: Any, shapes: list[tuple[int, ...]]) -> TensorBa
     view = memoryview(data)
     whole = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype)
     lengths = {shape: math.prod(shape) for shape in set(shapes)}
-    tensors = torch.split_with_sizes_copy(whole, list(map(lengths.__getitem__, shapes)))
+    tensors: Any = torch.ops.aten.split_with_sizes_copy(whole, list(map(lengths.__getitem__, shapes)))
     for tensor, shape in zip(tensors, shapes, strict=True):
         if len(shape) != 1:
             tensor.resize_(shape)
