@@ -40,7 +40,8 @@ class DeadlockDetector:
     def begin_program(self) -> None:
         """Count threads from zero again."""
         self._thread, self._several_threads = None, False
-        self.stop()
+        if self._may_be_reported:
+            self.stop()
 
     def stop(self) -> None:
         """Withdraw this replica's wait."""

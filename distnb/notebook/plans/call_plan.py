@@ -96,7 +96,7 @@ class CallPlan:
 
     def named_data(self, user_ns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the data that the call reads by names, as it is now."""
-        return {name: user_ns.get(name) for name in self._data}
+        return {name: user_ns.get(name) for name in self._data} if self._data else {}
 
     def coded(self, value: Any, batch: Any, reads: list[ObjectId], data: dict[str, Any]) -> Any:
         """Return a value as planned calls send it.

@@ -174,7 +174,9 @@ def raw_modes() -> tuple[Any, ...]:
     except FileNotFoundError:  # the directory was removed
         directory = None
     variables = _changed_now if _variables == _variables_now else _changed_variables()
-    return directory, sys.path.copy(), variables, list(map(_level, _loggers()))
+    known = len(logging.Logger.manager.loggerDict), len(sys.modules)
+    loggers = _own_loggers if known == _loggers_known else _loggers()
+    return directory, sys.path.copy(), variables, list(map(_level, loggers))
 
 
 MODES: tuple[Mode, ...] = (

@@ -219,7 +219,7 @@ class ClusterCoordinator:
         self._closures[number] = _Closure(value, packed)
         self._is_current = False
         self._nbytes += packed.nbytes
-        after = [each.number for each in packed.inputs if not each.ended]
+        after = [each.number for each in packed.inputs if not each.ended] if packed.inputs else ()
         self._carry_out(self._queue.scheduled(number, time.monotonic(), after))
         return value
 
@@ -760,9 +760,10 @@ def _fence() -> Fence:
     a value that still changes.
     """
     with _lock:
+        if len(_coordinators) == 1:
+            ((_, only),) = _coordinators.items()
+            return Fence(oldest := only._queue.oldest, tuple(sorted(only._queue.astray(oldest))))
         queues = [each._queue for each in _coordinators.values()]
-        if len(queues) == 1:
-            return Fence(oldest := queues[0].oldest, tuple(sorted(queues[0].astray(oldest))))
         running = [queue.oldest for queue in queues if not queue.idle]
         oldest = min(running) if running else max(queue.oldest for queue in queues)
         astray = {closure for queue in queues for closure in queue.astray(oldest)}

@@ -59,7 +59,7 @@ class Sent:
         self.seeded = True
         modes = None if packed.modes is self.modes else packed.modes
         self.modes = packed.modes
-        inputs = tuple((each.number, each.packed) for each in packed.inputs)
+        inputs = tuple([(each.number, each.packed) for each in packed.inputs]) if packed.inputs else ()
         return RunClosure(
             program=program,
             closure=closure,

@@ -90,8 +90,10 @@ class Runner:
                 _check(self.resource(number), its)
             if self.access.replicas is not None:
                 value = self.access.replicas.whole(value)
-        counted = {each: map_structure(_on_host, kind.contribution(obj)) for each, (kind, obj) in metrics.items()}
-        contributions = {each: found for each, found in counted.items() if found is not None}
+        contributions = {}
+        for each, (kind, obj) in metrics.items():
+            if (found := map_structure(_on_host, kind.contribution(obj))) is not None:
+                contributions[each] = found
         packed = value if type(value) in _PLAIN else dump(value, "The result of a closure")[0]
         return ClosureResult(packed, contributions or None, tuple(running.staleness))
 

@@ -145,9 +145,9 @@ def end():
 @pytest.mark.parametrize(
     ("name", "wait", "here", "there"),
     [
-        ("nothing", True, 99, 159),
-        ("nothing", False, 108, 161),
-        ("number", True, 114, 175),
+        ("nothing", True, 98, 158),
+        ("nothing", False, 107, 160),
+        ("number", True, 113, 172),
     ],
 )
 def test_a_call_takes_few_calls_of_python(session: Session, name: str, wait: bool, here: int, there: int) -> None:
