@@ -71,7 +71,7 @@ _BENCHMARKS = {
     ),
     "namespace": _Benchmark(
         "--rounds 3",
-        _values(records=(0.0, 3.9), frame=(2.3, 9.4), tensors=(2.5, 4.5), array=(3.7, 0.0), small=(20.0, 12.0)),
+        _values(records=(0.0, 3.5), frame=(2.3, 9.4), tensors=(2.5, 4.5), array=(3.7, 0.0), small=(20.0, 12.0)),
     ),
     "transfer": _Benchmark(
         "--rounds 5",

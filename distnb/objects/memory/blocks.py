@@ -228,6 +228,7 @@ class MemoryBlocks:
 
     def add_later(self, batch: TensorBatch) -> None:
         """Add the memory of a batch's tensors when a block is next looked up: often, none ever is."""
+        self._waiting = [reference for reference in self._waiting if reference() is not None]
         self._waiting.append(weakref.ref(batch))
 
     def _add_waiting(self) -> None:
