@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -170,7 +171,7 @@ def all_programs() -> list[Program]:
 
 def _body(source: str, name: str) -> str:
     """Return a function's body as the text of a cell: it assigns to `result` what the function returns."""
-    [function] = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    [function] = [node for node in _parsed(source) if isinstance(node, ast.FunctionDef) and node.name == name]
     statements = function.body[ast.get_docstring(function) is not None :]
     last = statements[-1]
     assert isinstance(last, ast.Return), f"{name} does not end with `return`"
@@ -182,6 +183,12 @@ def _body(source: str, name: str) -> str:
     return textwrap.dedent("\n".join(lines[begin - 1 : last.end_lineno])) + "\n"
 
 
+@functools.cache
+def _parsed(source: str) -> list[ast.stmt]:
+    return ast.parse(source).body
+
+
+@functools.cache
 def _without_programs(source: str) -> str:
     """Return the text of a module without its docstring, its programs and what only the tests need."""
 
@@ -196,6 +203,4 @@ def _without_programs(source: str) -> str:
             return not ast.unparse(node.targets[0]).startswith("_")
         return not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
-    return (
-        "\n".join(ast.get_source_segment(source, node) or "" for node in ast.parse(source).body if belongs(node)) + "\n"
-    )
+    return "\n".join(ast.get_source_segment(source, node) or "" for node in _parsed(source) if belongs(node)) + "\n"
