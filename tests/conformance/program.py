@@ -104,7 +104,7 @@ class _Registry:
 
 _registry = _Registry()
 _MANY = 4
-_SAMPLES, _SAMPLES_OF_MANY = 4, 2
+_SAMPLES, _SAMPLES_OF_MANY = 3, 2
 
 
 def program(

@@ -26,6 +26,7 @@ def notebook_with() -> Iterator[Callable[[str], Notebook]]:
                 current.clear()
                 current[engines] = stack.enter_context(Notebook())
                 current[engines].run(f"%distnb start {engines}", timeout_s=120)
+                current[engines].run("import gc\ngc.freeze()")  # each %reset collects, and visits what is not frozen
                 OF_MODULE.update(current[engines].processes())
             return current[engines]
 

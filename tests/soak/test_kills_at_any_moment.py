@@ -17,7 +17,7 @@ from tests.conftest import needs
 from tests.support import processes
 from tests.support.kernel import Notebook
 from tests.support.machines import machines
-from tests.support.ray_cluster import NODES, RayCluster
+from tests.support.ray_cluster import CPUS, RayCluster
 from tests.support.remote_engines import left
 from tests.support.slurm import allocation
 
@@ -55,7 +55,7 @@ def way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         pytest.importorskip("ray", reason="Ray is not installed")
         cluster = RayCluster()
         start = f"%distnb start --ray {cluster.address} -n 4 --cpus-per-engine 0.5"
-        yield _Way(start, "distnb.machines.server_client", is_free=lambda: cluster.do("free") == NODES)
+        yield _Way(start, "distnb.machines.server_client", is_free=lambda: cluster.do("free") == CPUS)
         cluster.close()
         return
     command = _COMMANDS[request.param]

@@ -1,4 +1,4 @@
-"""A real Ray cluster of three nodes, which are processes of this machine."""
+"""A real Ray cluster of two nodes, which are processes of this machine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from pathlib import Path
 
 from tests.support import processes
 
-__all__ = ["NODES", "RayCluster"]
+__all__ = ["CPUS", "RayCluster"]
 
-NODES = 3
+CPUS = 3
+"""The CPUs of the cluster: two of the first node, and one of the second, which can be removed."""
 # A node gives up if the Python processes that it starts have not imported Ray within 15 s, as on a busy machine.
 _STARTS = 3
 _RAYS = {"RAY_raylet_start_wait_time_s": "40", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 class RayCluster:
-    """A Ray cluster in a process of its own, with one CPU on each node."""
+    """A Ray cluster in a process of its own."""
 
     def __init__(self) -> None:
         for _ in range(_STARTS):
@@ -78,9 +79,9 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     # Each process that is left out spares a second of CPU time.
-    head = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    head = {"num_cpus": CPUS - 1, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(NODES - 1)]
+    nodes = [cluster.add_node(num_cpus=1)]
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False)
 

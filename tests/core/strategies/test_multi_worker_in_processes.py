@@ -108,23 +108,26 @@ report(numbers=first, again=second, packed=packed, default=calls, rank=distnb.re
 
 
 def test_each_worker_runs_several_replicas():
-    program = (
-        TRAIN
-        + """
+    program = """
 strategy = distnb.MultiWorkerMirroredStrategy()
-numbers = train(strategy)
 rank = distnb.replica_id()
-report(**{f"numbers {rank}": numbers, f"local {rank}": os.environ["LOCAL_RANK"]})
+with strategy.scope():
+    weight = torch.nn.Parameter(torch.ones(3))
+strategy.run(lambda: (weight * (rank + 1)).sum().backward())
+total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(10.0**rank)), axis=None).item()
+report(**{f"local {rank}": os.environ["LOCAL_RANK"], f"gradient {rank}": weight.grad.tolist(), f"total {rank}": total})
 report(size=strategy.num_replicas_in_sync)
 """
-    )
     words = [sys.executable, "-m", "distnb", "run", "SCRIPT", "-n", "2"]
     with Tasks(program, ["worker 0", "worker 1"], command={"worker 0": words, "worker 1": words}) as tasks:
-        first, second = (task.check() for task in tasks.wait())
-    assert first.reported["size"] == second.reported["size"] == 4
-    assert [second.reported["local 2"], second.reported["local 3"]] == ["0", "1"]
-    assert "[3] {" in second.stdout
-    assert first.reported["numbers 0"] == pytest.approx(second.reported["numbers 3"], rel=1e-6)
+        ended = [task.check() for task in tasks.wait()]
+    for first, task in zip((0, 2), ended, strict=True):
+        assert task.reported["size"] == 4
+        for rank in (first, first + 1):
+            assert f"[{rank}] {{" in task.stdout
+            assert task.reported[f"local {rank}"] == str(rank - first)
+            assert task.reported[f"gradient {rank}"] == [10.0] * 3
+            assert task.reported[f"total {rank}"] == 1111.0
 
 
 def test_tasks_of_a_slurm_step_form_a_cluster():
