@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support import processes, warm_engines, warm_python
+from tests.support import processes, warm_base, warm_engines, warm_python
 from tests.support.kernel import Notebook, Shared
 
 # -- a separate folder for the files of a run -------------------------------------------------------------------------
@@ -95,6 +95,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_unconfigure(config: pytest.Config) -> None:
     warm_python.close()
     warm_engines.close()
+    warm_base.close()
     remove_folders()
 
 

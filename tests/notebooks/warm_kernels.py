@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.support import warm_engines
+from tests.support import warm_base, warm_engines
 
 warm_engines.patch_kernels()
 
 
 def pytest_unconfigure() -> None:
     warm_engines.close()
+    warm_base.close()

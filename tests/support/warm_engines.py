@@ -16,20 +16,19 @@ import importlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support import hidden_modules, processes
+from tests.support import hidden_modules, processes, warm_base
 from tests.support.warm_python import bind_to_parent
 
 real = False
 """Whether processes are started without a zygote."""
 
 _ROOT = str(Path(__file__).parents[2])
-_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "distnb.engine.app", "distnb.engine.agent")
+_PRELOADED = ("distnb.engine.app", "distnb.engine.agent")
 _PR_SET_NAME = 15
 
 
@@ -76,7 +75,7 @@ class AdoptedProcess:
 
 # -- the zygote, as it is seen by the process that uses it ------------------------------------------------------------
 
-_zygotes: dict[str, tuple[Any, subprocess.Popen[bytes]]] = {}
+_zygotes: dict[str, Any] = {}
 
 
 def _zygote(mark: str) -> Any:
@@ -85,34 +84,16 @@ def _zygote(mark: str) -> Any:
 
     if mark not in _zygotes:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": _ROOT,
-            "PYTHONHASHSEED": "0",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            processes.MARK_NAME: mark,
-        }
-        # The last argument lets tests find engines by their command lines.
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            "from tests.support import warm_engines; warm_engines.serve()",
-            "distnb.engine",
-        ]
         with there:
-            process = subprocess.Popen(command, env=environment, stdin=there, start_new_session=True)
-        _zygotes[mark] = Zygote(here), process
-    return _zygotes[mark][0]
+            warm_base.fork("engines", mark, [there.fileno()])
+        _zygotes[mark] = Zygote(here)
+    return _zygotes[mark]
 
 
 def close() -> None:
     """End the zygotes of this process."""
     while _zygotes:
-        zygote, process = _zygotes.popitem()[1]
-        zygote.close()
-        process.wait()
+        _zygotes.popitem()[1].close()
 
 
 def suits(environment: Mapping[str, str]) -> bool:
@@ -162,8 +143,9 @@ def patch_kernels() -> None:
 
 
 def serve() -> None:
-    """Load the modules, and fork a process for each request."""
+    """Load what only engines and kernels need, and fork a process for each request. The base has loaded the rest."""
     bind_to_parent(processes.WARM_PYTHON)
+    sys.path.remove("")  # the directory of `python -c`
     from distnb.cluster.local import zygote
 
     become, serve_requests = zygote._become, zygote._serve
@@ -179,9 +161,7 @@ def serve() -> None:
         serve_requests(connection)
 
     zygote._become, zygote._serve = become_named, serve_named  # type: ignore[assignment]
-    gc.disable()
     for name in _PRELOADED:
         importlib.import_module(name)
-    hidden_modules.hide()
     gc.freeze()  # a collection would copy the pages of all objects in each process
     zygote._serve(socket.socket(fileno=os.dup(0)))

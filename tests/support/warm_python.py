@@ -1,7 +1,7 @@
 """Python processes that need not import torch, because they are forked from a process that has.
 
 `start` replaces `subprocess.Popen([sys.executable, script])` for the tests' scripts, and takes milliseconds instead of
-seconds. The process that they are forked from starts with the first script, and ends with the process that started it.
+seconds. The process that they are forked from (`tests.support.warm_base`) ends with the process that started it.
 In soak there are two, with different hash seeds, because programs must not rely on an equal order of sets on all ranks.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import multiprocessing
 import os
@@ -27,11 +26,11 @@ from tests.support import hidden_modules, processes
 
 _ROOT = Path(__file__).parents[2]
 # Large modules that nearly every script loads. torch would load some of them at an optimizer's first step.
-_PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data")
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 hash_seeds = 1
-"""The number of different hash seeds of scripts. Each costs seconds."""
+"""The number of different hash seeds of scripts. Each needs a base of its own, which loads all modules."""
 
 
 class Forked:
@@ -91,23 +90,26 @@ def start(
 
 
 class _Server:
-    def __init__(self) -> None:
-        command = [sys.executable, "-c", "from tests.support import warm_python; exec(warm_python.FORKED)"]
-        environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-        environment.pop("PYTHONHASHSEED", None)
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+    """The process that scripts are forked from."""
+
+    def __init__(self, hash_seed: int) -> None:
+        from tests.support import warm_base
+
+        theirs, ours = os.pipe()
+        answers, to_answer = os.pipe()
+        warm_base.fork("scripts", processes.MARK, [theirs, to_answer], hash_seed=hash_seed)
+        os.close(theirs)
+        os.close(to_answer)
+        self._requests, self._answers = os.fdopen(ours, "wb"), os.fdopen(answers, "rb")
 
     def fork(self, request: dict[str, Any]) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        self._requests.write(json.dumps(request).encode() + b"\n")
+        self._requests.flush()
+        return int(self._answers.readline())
 
     def close(self) -> None:
-        self._process.communicate()
+        self._requests.close()
+        self._answers.close()
 
 
 _servers: list[_Server] = []
@@ -115,7 +117,7 @@ _servers: list[_Server] = []
 
 def _server(number: int) -> _Server:
     if not _servers:
-        _servers.extend(_Server() for _ in range(hash_seeds))  # all load at the same time
+        _servers.extend(_Server(seed) for seed in range(hash_seeds))  # all load at the same time
     return _servers[number % hash_seeds]
 
 
@@ -127,10 +129,6 @@ def close() -> None:
 
 # -- the process to be forked, from within ----------------------------------------------------------------------------
 
-# The server's module `__main__` becomes the script's, so that Python ends as after any script.
-FORKED = """
-exec(warm_python.next_script(), warm_python.main_of_script().__dict__)
-"""
 _ended: dict[int, str] = {}
 _main = ModuleType("__main__")
 
@@ -143,9 +141,6 @@ def main_of_script() -> ModuleType:
 def next_script() -> Any:
     """Serve. In forked processes only, return the code to run."""
     bind_to_parent(processes.WARM_PYTHON)
-    for name in _PRELOADED:
-        importlib.import_module(name)
-    hidden_modules.hide()
     # The scripts have no `if __name__ == "__main__":`, and Python 3.14 forks nothing by default.
     multiprocessing.set_start_method("fork")
     gc.freeze()  # at its end Python visits all objects, and would copy these in each process

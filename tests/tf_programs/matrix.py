@@ -5,8 +5,8 @@ equal under every strategy: JSON, compared with the default strategy's. What its
 of replicas it asserts itself. It runs under ALL unless it says `UNDER = (...)`, and in a folder of its own, which its
 replicas share. Adding a program is adding that file.
 
-A program runs in the reference's way, with two mirrored replicas, and in one more way, which differs from program to
-program. `make soak` runs the rest. The conformance suite has programs for each part of a strategy under each of them.
+A program runs in the reference's way, in one more way, which differs from program to program, and with two mirrored
+replicas in a notebook (`test_cells.py`). `make soak` runs the rest. The conformance suite has programs for each part of a strategy under each of them.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def cases() -> list[Any]:
     under = {path.stem: ways_of(path) for path in sorted(PROGRAMS.glob("*.py"))}
     by_default = {}
     for number, program in enumerate(under):
-        others = [way for way in under[program] if way not in (REFERENCE, "mirrored_2")]
-        by_default[program] = {REFERENCE, "mirrored_2", others[number % len(others)]}
+        others = [way for way in under[program] if way != REFERENCE]
+        by_default[program] = {REFERENCE, others[number % len(others)]}
     return [
         pytest.param(program, way, marks=[] if way in by_default[program] else pytest.mark.soak)
         for way in WAYS
