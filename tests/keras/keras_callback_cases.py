@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -251,23 +250,3 @@ def dropout(strategy: Any, folder: Path) -> Any:
     rows = strategy.gather(strategy.run(lambda: sees.seen), axis=0)
     assert len({tuple(row) for row in rows.tolist()}) == 6
     return "as expected"
-
-
-CASES = [
-    dropout,
-    checkpoint, model_checkpoint, backup_and_restore, errors, after_batches, not_a_number, logs, own_callbacks,
-    tensorboard, saved_and_loaded,
-]  # fmt: skip
-
-
-def run_all(strategy: Any, folder: str) -> dict[str, Any]:
-    """Run every case, and return its results by name, or the text of its error."""
-    results: dict[str, Any] = {"replicas": strategy.num_replicas_in_sync, "keras": keras.__version__}
-    for case in CASES:
-        here = Path(folder, case.__name__)
-        here.mkdir(parents=True, exist_ok=True)
-        try:
-            results[case.__name__] = {"value": case(strategy, here)}
-        except Exception:
-            results[case.__name__] = {"error": traceback.format_exc()}
-    return results

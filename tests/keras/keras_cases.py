@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -30,16 +33,6 @@ def mlp(*more: Any, **first: Any) -> Any:
     return keras.Sequential([layers.Dense(8, activation="tanh", **first), *more, layers.Dense(2)])
 
 
-def compiled_outside(strategy: Any) -> Any:
-    with strategy.scope():
-        inputs = keras.Input((6,))
-        model = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(layers.Dense(4, activation="relu")(inputs)))
-    metrics = [keras.metrics.AUC(), keras.metrics.Precision(), keras.metrics.BinaryAccuracy()]
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5), "binary_crossentropy", metrics=metrics)
-    history = model.fit(X, Y[:, None], batch_size=20, epochs=3, class_weight={0: 0.3, 1: 2.0}, verbose=0)
-    return summary(model, history)
-
-
 def reductions(strategy: Any) -> Any:
     results = []
     for reduction in ("sum", "mean_with_sample_weight"):
@@ -56,27 +49,6 @@ def averaged_gradients(strategy: Any) -> Any:
     """Train with a strategy that averages gradients. Keras's losses are those of the whole batch in any case."""
     several = strategy.num_replicas_in_sync > 1
     return reductions(distnb.MirroredStrategy(gradient_reduction="mean") if several else strategy)
-
-
-class AddsLoss(keras.Model):
-    """A model that adds a loss of its own to the one of Keras's step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = layers.Dense(3, activation="tanh"), layers.Dense(6)
-
-    def call(self, x: Any) -> Any:
-        code = self.encoder(x)
-        self.add_loss(0.1 * keras.ops.mean(code**2))
-        return self.decoder(code)
-
-
-def added_loss(strategy: Any) -> Any:
-    with strategy.scope():
-        model = AddsLoss()
-        model.compile("adam", "mse", metrics=["mae"])
-    history = model.fit(X, X, batch_size=16, epochs=2, verbose=0)
-    return summary(model, history), model.evaluate(X, X, batch_size=9, verbose=0)
 
 
 def masks(strategy: Any) -> Any:
@@ -155,20 +127,6 @@ def predicted_before_it_is_built(strategy: Any) -> Any:
     model.compile("sgd", LOGITS)
     model.fit(X, Y, batch_size=16, verbose=0)
     return first, summary(model)
-
-
-def scope_in_a_function(strategy: Any) -> Any:
-    def make() -> Any:
-        with strategy.scope():
-            model = mlp()
-            model.compile("adam", LOGITS, metrics=["accuracy"])
-        return model
-
-    model = make()
-    model.fit(X, Y, batch_size=16, verbose=0)
-    copied = keras.models.clone_model(model)
-    copied.set_weights(model.get_weights())
-    return summary(model), np.asarray(copied(X[:3]).detach()).tolist()
 
 
 def fitted_in_the_scope(strategy: Any) -> Any:
@@ -293,22 +251,20 @@ def different_data(strategy: Any) -> Any:
     return model.fit(X, Y, epochs=2, shuffle=False, verbose=0).history["loss"][0] > 0
 
 
-CASES = [
-    refused, distributed_data, different_data,
-    compiled_outside, reductions, averaged_gradients, added_loss, several_steps_at_once, masks, kinds_of_data,
-    mixed_precision, predicted_before_it_is_built, scope_in_a_function, fitted_in_the_scope, built_by_its_first_call,
-]  # fmt: skip
+def run_all(cases: dict[str, list[str]], strategy: Any, folder: str) -> dict[str, Any]:
+    """Run cases, named by module, and return their results by name, or the text of their error.
 
-
-def run_all(strategy: Any) -> dict[str, Any]:
-    """Run every case, and return its results by name, or the text of its error."""
-    import traceback
-
-    results = {}
-    for case in CASES:
-        keras.utils.set_random_seed(0)
-        try:
-            results[case.__name__] = {"value": case(strategy)}
-        except Exception:
-            results[case.__name__] = {"error": traceback.format_exc()}
+    A case takes a strategy, and a folder of its own if it writes files.
+    """
+    results: dict[str, Any] = {"replicas": strategy.num_replicas_in_sync, "keras": keras.__version__}
+    for module, names in cases.items():
+        for name in names:
+            case = getattr(importlib.import_module(f"tests.keras.{module}"), name)
+            here = Path(folder, name)
+            here.mkdir(parents=True, exist_ok=True)
+            keras.utils.set_random_seed(0)
+            try:
+                results[name] = {"value": case(*(strategy, here)[: case.__code__.co_argcount])}
+            except Exception:
+                results[name] = {"error": traceback.format_exc()}
     return results

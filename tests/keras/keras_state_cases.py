@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -258,23 +257,3 @@ def refused_in_scopes(strategy: Any, folder: Path) -> Any:
     own.compile("sgd", "mse", metrics=["mae"])
     normal.adapt(X)
     return own.fit(X, X[:, :2], shuffle=False, verbose=0).history, normal(X[:2]).tolist()
-
-
-CASES = [
-    counted, central, called_in_run, of_distributed_values, made_elsewhere, variables, in_models, checkpoints,
-    refused_in_scopes,
-]  # fmt: skip
-
-
-def run_all(strategy: Any, folder: str) -> dict[str, Any]:
-    """Run every case, and return its results by name, or the text of its error."""
-    results: dict[str, Any] = {}
-    for case in CASES:
-        here = Path(folder, case.__name__)
-        here.mkdir(parents=True, exist_ok=True)
-        keras.utils.set_random_seed(0)
-        try:
-            results[case.__name__] = {"value": case(strategy, here)}
-        except Exception:
-            results[case.__name__] = {"error": traceback.format_exc()}
-    return results

@@ -16,19 +16,21 @@ from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
 ENVIRONMENT = {"KERAS_BACKEND": "torch"}
-CASES = [
-    "refused", "distributed_data", "different_data", "compiled_outside", "reductions", "averaged_gradients", "added_loss",
-    "several_steps_at_once", "masks", "kinds_of_data", "mixed_precision", "predicted_before_it_is_built",
-    "scope_in_a_function", "fitted_in_the_scope", "built_by_its_first_call",
-]  # fmt: skip
-CALLBACK_CASES = [
-    "dropout", "checkpoint", "model_checkpoint", "backup_and_restore", "errors", "after_batches", "not_a_number", "logs",
-    "own_callbacks", "tensorboard", "saved_and_loaded",
-]  # fmt: skip
-STATE_CASES = [
-    "counted", "central", "called_in_run", "of_distributed_values", "made_elsewhere", "variables", "in_models",
-    "checkpoints", "refused_in_scopes",
-]  # fmt: skip
+CASES = {
+    "keras_cases": [
+        "refused", "distributed_data", "different_data", "reductions", "averaged_gradients", "several_steps_at_once",
+        "masks", "kinds_of_data", "mixed_precision", "predicted_before_it_is_built", "fitted_in_the_scope",
+        "built_by_its_first_call",
+    ],
+    "keras_callback_cases": [
+        "dropout", "checkpoint", "model_checkpoint", "backup_and_restore", "errors", "after_batches", "not_a_number",
+        "logs", "own_callbacks", "tensorboard", "saved_and_loaded",
+    ],
+    "keras_state_cases": [
+        "counted", "central", "called_in_run", "of_distributed_values", "made_elsewhere", "variables", "in_models",
+        "checkpoints", "refused_in_scopes",
+    ],
+}  # fmt: skip
 
 
 Ran = Callable[..., list[dict[str, Any]]]
@@ -44,9 +46,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         folder = str(tmp_path_factory.mktemp("keras"))
         program = (
             f"sys.path[:0] = {[str(NIGHTLY)] if keras == 'nightly' else []}\nimport distnb\n"
-            "from tests.keras import keras_callback_cases; from tests.keras import keras_cases; from tests.keras import keras_state_cases\n"
-            f"result = keras_cases.run_all({made}) | keras_callback_cases.run_all({made}, {folder!r})\n"
-            f"result |= keras_state_cases.run_all({made}, {folder!r})"
+            f"from tests.keras.keras_cases import run_all\nresult = run_all({CASES!r}, {made}, {folder!r})"
         )
         return [each.check().result for each in run_ranks(program, replicas, timeout_s=150, env=ENVIRONMENT)]
 
@@ -77,7 +77,7 @@ def differences(one: Any, other: Any, tolerance: float, path: str = "") -> list[
         pytest.param(2, "nightly", marks=[needs_nightly, pytest.mark.soak]),
     ],
 )
-@pytest.mark.parametrize("case", [*CASES, *CALLBACK_CASES, *STATE_CASES])
+@pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases])
 def test_training_equals_one_process(ran: Ran, case: str, replicas: int, keras: str) -> None:
     (alone,) = ran(1, keras)
     assert "error" not in alone[case], alone[case]["error"]

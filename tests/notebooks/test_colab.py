@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,12 +134,10 @@ def test_the_stop_button_ends_a_cell(kernel: Notebook) -> None:
 
 
 def test_a_killed_engine_ends_the_cell_and_is_replaced(kernel: Notebook) -> None:
-    began = time.monotonic()
     killed = kernel.try_run(
         "%%distribute mirrored\nimport os\nif distnb.replica_id():\n    os.kill(os.getpid(), 9)\ndist.barrier()"
     )
     assert killed.error_name == "EngineDied"
-    assert time.monotonic() - began < 20
     kernel.run("%distnb restart --missing")
     assert "[0-1] again" in kernel.run("%%distribute mirrored\nprint('again')").stdout
 

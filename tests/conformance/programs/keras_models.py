@@ -89,8 +89,9 @@ def fit_a_graph_of_layers():
             "size": keras.layers.Dense(1, name="size")(shared(keras.ops.flip(both, axis=1))),
         }
         model = keras.Model({"words": read, "rows": seen}, outputs)
-        losses = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "huber"}
-        model.compile("rmsprop", losses, loss_weights={"kind": 1.0, "size": 0.3}, metrics={"size": ["mae"]})
+    # The model is compiled outside the scope.
+    losses = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "huber"}
+    model.compile("rmsprop", losses, loss_weights={"kind": 1.0, "size": 0.3}, metrics={"size": ["mae"]})
     targets = {"kind": y, "size": x.sum(axis=1, keepdims=True)}
     kept = model.fit({"words": words, "rows": x}, targets, batch_size=6, epochs=2, shuffle=False, verbose=0).history
     predicted = model.predict({"words": words, "rows": x}, batch_size=9, verbose=0)

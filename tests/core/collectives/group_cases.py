@@ -29,7 +29,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 CASES: dict[str, Callable[[Group], Any]] = {}
-_marked = [0.0]
 
 
 @dataclass
@@ -39,18 +38,12 @@ class Ended:
     value: Any = None
     error: str = ""
     text: str = ""
-    seconds: float = 0.0
     trace: str = ""
 
 
 def case(function: Callable[[Group], Any]) -> Callable[[Group], Any]:
     CASES[function.__name__] = function
     return function
-
-
-def mark(after_s: float = 0.0) -> None:
-    """Start measuring the time, now or some seconds later."""
-    _marked[0] = time.monotonic() + after_s
 
 
 def team(generation: int, engines: tuple[int, ...] | None = None) -> Team:
@@ -89,13 +82,11 @@ def run(names: list[str]) -> dict[str, Ended]:
 
 def _run_one(function: Callable[[Group], Any], program: int, group: Group) -> Ended:
     memberships.program_began(program)
-    mark()
     result = Ended()
     try:
         result.value = function(group)
         memberships.program_completed()
     except BaseException as error:
-        result.seconds = time.monotonic() - _marked[0]
         result.error, result.text = type(error).__name__, str(error)
         result.trace = traceback.format_exc()
         memberships.program_failed()
@@ -327,7 +318,6 @@ def other_operation(group: Group) -> None:
 @case
 def other_operation_late(group: Group) -> None:
     tensor = torch.ones(10)
-    mark(1.0)
     if group.rank == 0:
         dist.all_reduce(tensor)
     else:
@@ -340,7 +330,6 @@ def _apart(group: Group, mine: Callable[[], Any], others: Callable[[], Any]) -> 
     for _ in range(20):
         mine()
         others()
-    mark()
     if group.rank == group.size - 1:
         others()
     else:
@@ -413,7 +402,6 @@ def fewer_calls(group: Group) -> None:
 
 @case
 def fewer_calls_late(group: Group) -> None:
-    mark(1.0)
     if group.rank != 1:
         dist.barrier()
     time.sleep(1.0)
@@ -431,7 +419,6 @@ def never_waited(group: Group) -> Any:
 def backward_against_all_reduce(group: Group) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
     loss = model(torch.ones(2, 8)).sum()
-    mark()
     if group.rank == 0:
         loss.backward()
     else:
@@ -454,7 +441,6 @@ def other_order_of_subgroups(group: Group) -> None:
 def subgroup_apart(group: Group) -> None:
     part = dist.new_group(list(range(group.size)))
     dist.all_reduce(torch.ones(2), group=part)
-    mark()
     dist.all_reduce(torch.ones(2 + (group.rank > 0)), group=part)
 
 
@@ -517,7 +503,6 @@ def aborted_soon(reason: str) -> Iterator[None]:
     """
 
     def strike() -> None:
-        mark()
         memberships.abort(reason)
 
     grace, communicator._ABORT_GRACE_S = communicator._ABORT_GRACE_S, 60.0
@@ -557,7 +542,6 @@ def aborted_future(group: Group) -> None:
 
 @case
 def aborted_before(group: Group) -> None:
-    mark()
     memberships.abort("the test wants it")
     with contextlib.suppress(Exception):
         group.barrier()
@@ -569,7 +553,6 @@ def whole_against_part(group: Group) -> None:
     """Let the replicas wait for each other in two groups, although each group's calls match."""
     part = dist.new_group(list(range(group.size)))
     dist.all_reduce(torch.ones(1), group=part)
-    mark()
     if group.rank == 0:
         dist.all_reduce(torch.ones(2), group=part)
     dist.all_reduce(torch.ones(3))
@@ -580,7 +563,6 @@ def whole_against_part(group: Group) -> None:
 @case
 def whole_against_unconnected_part(group: Group) -> None:
     part = dist.new_group(list(range(group.size)))
-    mark()
     if group.rank == 0:
         dist.all_reduce(torch.ones(2), group=part)
     else:

