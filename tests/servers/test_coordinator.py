@@ -48,6 +48,13 @@ def whoami() -> int:
     return os.getpid()
 
 
+def meet(folder: Path) -> None:
+    """Wait in a closure until both workers have run one."""
+    folder.joinpath(str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.001)
+
+
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
@@ -188,11 +195,11 @@ def test_an_exception_keeps_its_type_and_attributes(coordinator: ClusterCoordina
 # -- per-worker values and datasets ------------------------------------------------------------------------------------
 
 
-def test_a_per_worker_value_is_made_once_on_each_worker(coordinator: ClusterCoordinator) -> None:
+def test_a_per_worker_value_is_made_once_on_each_worker(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
     value = coordinator.create_per_worker_value(lambda: [os.getpid()])
 
     def use(own: list[int]) -> tuple[int, list[int]]:
-        time.sleep(0.02)
+        meet(tmp_path)
         own.append(len(own))
         return os.getpid(), list(own)
 
@@ -207,14 +214,14 @@ def test_a_per_worker_value_is_made_once_on_each_worker(coordinator: ClusterCoor
         pickle.dumps(value)
 
 
-def test_iterators_give_each_worker_its_own_batches(coordinator: ClusterCoordinator) -> None:
+def test_iterators_give_each_worker_its_own_batches(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
     def dataset(context: distnb.InputContext) -> Iterator[tuple[int, int, int]]:
         return ((context.input_pipeline_id, context.num_input_pipelines, n) for n in itertools.count())
 
     iterator = iter(coordinator.create_per_worker_dataset(dataset))
 
     def step(given: Any) -> tuple[int, int, int]:
-        time.sleep(0.02)
+        meet(tmp_path)
         return next(given["it"])
 
     found = coordinator.fetch([coordinator.schedule(step, args=({"it": iterator},)) for _ in range(8)])
@@ -248,9 +255,9 @@ def test_the_end_of_a_dataset_is_an_error_for_next_and_ends_a_for_loop(coordinat
         read_on()
 
 
-def test_shuffles_differ_between_workers_and_follow_the_seed(coordinator: ClusterCoordinator) -> None:
+def test_shuffles_differ_between_workers_and_follow_the_seed(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
     def draw() -> tuple[int, float]:
-        time.sleep(0.02)
+        meet(tmp_path)
         return os.getpid(), torch.rand(()).item()
 
     found = coordinator.fetch([coordinator.schedule(draw) for _ in range(6)])
