@@ -81,18 +81,6 @@ def wait_until_gone(client: ipyparallel.Client, engines: int = 2) -> None:
     assert len(set(client[:].apply_sync(os.getpid))) == engines
 
 
-def test_a_cluster_object_names_the_machines(cluster: ipyparallel.Cluster, client: ipyparallel.Client) -> None:
-    session = distnb.start(1, on=distnb.IPythonParallel(cluster))
-    try:
-        assert [(row.device, row.state) for row in session.status()] == [("cpu:0", "idle")]
-        session.cells.run("import os; engines_pid = os.getpid()", distnb.MirroredStrategy().spec, filename="cell")
-        pid = session.user_ns.pop("engines_pid")
-        assert pid not in [os.getpid(), *client[:].apply_sync(os.getpid)]
-    finally:
-        distnb.stop()
-    wait_until_gone(client)
-
-
 def test_both_clusters_are_used_and_a_lost_engine_is_replaced(
     cluster: ipyparallel.Cluster, client: ipyparallel.Client, file: Path, tmp_path: Path
 ) -> None:
@@ -101,13 +89,14 @@ def test_both_clusters_are_used_and_a_lost_engine_is_replaced(
         notebook.run("distnb.start(on=distnb.IPythonParallel(rc)); None", timeout_s=120)
         go_on = tmp_path / "go on"
         running = notebook.start(
-            "%%distribute mirrored\nimport os, time\nprint('begun')\n"
+            "%%distribute mirrored\nimport os, time\nprint('begun')\nown = os.getpid()\n"
             f"while not os.path.exists({str(go_on)!r}):\n    time.sleep(0.01)"
         )
         notebook.wait_for_output(running, "begun")
         pids = client[:].apply_sync(os.getpid)
         go_on.touch()
         notebook.finish(running)
+        assert not {notebook.pid, *pids} & set(notebook.value("strategy.local_results(own)"))
         assert lines_of_each(notebook.run(_SUM).stdout) == [["2.0"]] * 2
         assert "[stdout:1]" in notebook.run("%%px\nprint('here')").text
 
@@ -146,9 +135,9 @@ def start_fails(cluster: Any, n: int | None = None, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_too_few_engines_are_an_error(client: ipyparallel.Client) -> None:
-    for cluster in (client, _PROFILE):
-        assert "engines (0, 2), but 5 are needed. Start more" in start_fails(cluster, n=5)
+def test_too_few_engines_are_an_error(cluster: ipyparallel.Cluster, client: ipyparallel.Client) -> None:
+    for named in (client, _PROFILE, cluster):
+        assert "engines (0, 2), but 5 are needed. Start more" in start_fails(named, n=5)
 
 
 def test_a_busy_engine_is_an_error_and_keeps_its_task(client: ipyparallel.Client) -> None:
