@@ -60,9 +60,9 @@ def frozen_on_some_replicas(r: Replica) -> None:
 
 @case
 def sparse_on_some_replicas_later(r: Replica) -> None:
-    """Find no gradient of a table anywhere in the first pass, and a sparse one on one replica in the second."""
+    """Find no gradient of a table anywhere in the first pass, then a sparse one on one replica, on all, and on none."""
     pairs = [r.make(lambda: nn.Embedding(10, 4, sparse=True)), r.make(lambda: nn.Linear(4, 1))]
-    for used in (set(), {r.size - 1}, set(range(r.size))):
+    for used in (set(), {r.size - 1}, set(range(r.size)), {0}, set()):
         for pair in pairs:
             pair[0].zero_grad(), pair[1].zero_grad()
 
@@ -107,18 +107,3 @@ def a_replaced_layer_on_a_replica_that_never_had_it(r: Replica) -> None:
         (loss_of(model, r.batch(5, seed=seed)[1], 5) + loss_of(other, r.batch(5)[1], 5)).backward()
         (loss_of(plain, r.batch(5, seed=seed)[0], 5) + loss_of(plain_other, r.batch(5)[0], 5)).backward()
         same(model, plain), same(other, plain_other)
-
-
-@case
-def sparse_embedding_used_on_some_replicas(r: Replica) -> None:
-    model, plain = r.make(lambda: nn.ModuleList([nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)]))
-    for used in ({0}, set(), set(range(r.size))):
-        model.zero_grad(), plain.zero_grad()
-
-        def loss(m: nn.Module, rank: int, used: set[int] = used) -> torch.Tensor:
-            h = m[0](torch.tensor([rank, 3])) if rank in used else torch.ones(2, 4)
-            return m[1](h).square().sum() / r.size
-
-        loss(model, r.rank).backward()
-        sum(loss(plain, rank) for rank in range(r.size)).backward()
-        same(model, plain)
