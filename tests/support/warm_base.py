@@ -9,6 +9,7 @@ the base's: tests find processes by their marks.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tests.support import hidden_modules, processes, warm_python
@@ -77,11 +79,13 @@ def next_script() -> Any:
     """Load the modules, and fork a process for each request. In a script's process only, return the code to run."""
     warm_python.bind_to_parent(processes.WARM_PYTHON)
     connection = socket.socket(fileno=os.dup(0))
+    atexit.register(_keep_modules)  # what is registered first is called last
     gc.disable()
     for name in warm_python.PRELOADED:
         importlib.import_module(name)
     hidden_modules.hide()
     gc.freeze()  # a collection would copy the pages of all objects in each process
+    _loaded.update(sys.modules)
     forked = []
     while True:
         request, streams, _, _ = socket.recv_fds(connection, _REQUEST_NBYTES, 2)
@@ -107,6 +111,20 @@ def next_script() -> Any:
             warm_engines.serve()
         for stream in streams:
             os.close(stream)
+
+
+_loaded: dict[str, ModuleType] = {}
+
+
+def _keep_modules() -> None:
+    """Leave the base's modules in memory when a forked process ends: to free them, it would copy all of them first.
+
+    Tests of a process's end set DISTNB_TEST_WHOLE_END, and Python frees everything.
+    """
+    if "DISTNB_TEST_WHOLE_END" not in os.environ:
+        names = _loaded.keys() - {"sys", "builtins", "__main__"}
+        kept = _loaded, sys.meta_path[:], [sys.modules.pop(name, None) for name in names]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def _write(area: tuple[int, int], old: str, new: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from tests.support.ranks import run_ranks
@@ -25,8 +27,8 @@ PROLOGUE = """
 """
 
 
-def run(program: str, n: int, **options):
-    return run_ranks(PROLOGUE + program, n, **options)
+def run(program: str, n: int, *, env: Mapping[str, str] | None = None, **options):
+    return run_ranks(PROLOGUE + program, n, env={"DISTNB_TEST_WHOLE_END": "1", **(env or {})}, **options)
 
 
 def results(program: str, n: int, **options):
