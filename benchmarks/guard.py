@@ -59,7 +59,7 @@ _BENCHMARKS = {
             ],
             "pipelined": [
                 Target("distnb strategy.run", "Ray actors", at_most=0.4, known=0.6),
-                Target("distnb closures", "distnb strategy.run", at_most=1.5, known=2.4),
+                Target("distnb closures", "distnb strategy.run", at_most=1.5, known=2.8),
             ],
         },
     ),
@@ -67,7 +67,7 @@ _BENCHMARKS = {
         "--rounds 3", {"step": [Target("ordinary cell", "%%distribute cell", at_most=1.3, known=1.95)]}
     ),
     "empty_cell": _Benchmark(
-        "--rounds 5", {"cell": [Target("%%distribute mirrored", "%%px --block", at_most=0.35, known=0.55)]}
+        "--rounds 5", {"cell": [Target("%%distribute mirrored", "%%px --block", at_most=0.35, known=0.5)]}
     ),
     "namespace": _Benchmark(
         "--rounds 3",
