@@ -155,7 +155,7 @@ class ClusterCoordinator:
         self.reading = None
         self._waiters: list[Waiter] = []
         self._interrupts = Interrupts()
-        self._held = _Held(self._interrupts, self._end_all)
+        self._held = _DeferredInterrupts(self._interrupts, self._end_all)
         self._seed: int | None = None
         self._link.subscribe(self._handle, self._next_deadline)
 
@@ -720,7 +720,7 @@ class ClusterCoordinator:
         )
 
 
-class _Held:
+class _DeferredInterrupts:
     """A context that defers SIGINT while the state is read and changed, and raises KeyboardInterrupt at its end.
 
     In other threads than the main thread it changes nothing, because Python handles SIGINT only there.
