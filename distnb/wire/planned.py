@@ -7,10 +7,11 @@ sent as the list `[identity, kind]`, data that the engines have as `[name, SECTI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from distnb.values.structure import flatten, map_structure
 from distnb.wire.codec import give_codes, give_plain_form
 from distnb.wire.described_values import (
     RETURNED,
@@ -20,10 +21,11 @@ from distnb.wire.described_values import (
     PlainValue,
     Result,
     Summary,
+    leaf_name,
 )
 from distnb.wire.messages import ObjectId
 
-__all__ = ["BARE", "SECTION", "SHORT", "OwnNumber", "PlannedCall", "PlannedReply", "opened"]
+__all__ = ["BARE", "SECTION", "SHORT", "OwnTensor", "OwnTensors", "PlannedCall", "PlannedReply", "opened"]
 
 BARE = frozenset({type(None), bool, int, float, str})
 """The types of plain values in these messages."""
@@ -56,25 +58,55 @@ class PlannedCall(NamedTuple):
     rebound: dict[str, Any]
 
 
-class OwnNumber(NamedTuple):
-    """A tensor of one number in host memory, such as a step's loss: each replica's own."""
+class OwnTensor(NamedTuple):
+    """A tensor that a call returned, such as a step's loss: each replica's own.
 
-    number: float | int | complex
+    Attributes:
+        shape, dtype, device, number, graph: As in `Summary`.
+    """
+
+    shape: str
     dtype: str
+    device: str
+    number: float | int | complex | None
     graph: bool
 
-    def described(self, serial: int) -> DescribedObject:
-        """Describe it as the result of a call."""
+    def described(self, identity: ObjectId) -> DescribedObject:
+        """Describe it as the object of an id."""
+        shape, dtype, device, number, graph = self
         summary = Summary(
-            type="torch.Tensor",
-            text=None,
-            shape="()",
-            dtype=self.dtype,
-            device="cpu",
-            number=self.number,
-            graph=self.graph,
+            type="torch.Tensor", text=None, shape=shape, dtype=dtype, device=device, number=number, graph=graph
         )
-        return DescribedObject(identity=(serial, RETURNED), summary=summary, sharing=WRAPPED)
+        return DescribedObject(identity=identity, summary=summary, sharing=WRAPPED)
+
+
+class OwnTensors(NamedTuple):
+    """A result of tensors that are each replica's own, and of plain values.
+
+    Attributes:
+        tree: The result, with `...` in place of each tensor.
+        tensors: The tensors.
+    """
+
+    tree: Any
+    tensors: tuple[OwnTensor, ...]
+
+    def identities(self, serial: int) -> list[ObjectId]:
+        """Return the ids of the tensors as the result of a call."""
+        if self.tree is ...:
+            return [(serial, RETURNED)]
+        return [(serial, leaf_name(RETURNED, index)) for index, leaf in enumerate(flatten(self.tree)[0]) if leaf is ...]
+
+    def filled(self, tensors: Iterable[Any], plain: Callable[[Any], Any] = lambda value: value) -> Any:
+        """Return the result with these tensors, and with `plain(value)` for each plain value."""
+        each = iter(tensors)
+        return map_structure(lambda leaf: next(each) if leaf is ... else plain(leaf), self.tree)
+
+    def described(self, serial: int) -> Any:
+        """Describe it as the result of a call: a structure of `Leaf`s."""
+        tensors = zip(self.tensors, self.identities(serial), strict=True)
+        described = (Leaf(tensor.described(identity)) for tensor, identity in tensors)
+        return self.filled(described, lambda value: Leaf(PlainValue(value)))
 
 
 class _PlannedReply(NamedTuple):
@@ -90,7 +122,7 @@ class PlannedReply(_PlannedReply):
     Attributes:
         program, steps: As in `Reply`.
         serial: The serial of the call's snapshot.
-        returned: The result: a value of one of the `BARE` types, an `OwnNumber`, or a structure of `Leaf`s.
+        returned: The result: a value of one of the `BARE` types, `OwnTensors`, or a structure of `Leaf`s.
         status, error, profile, seconds, caught, changed: As in `Reply`, always the same.
     """
 
@@ -108,8 +140,8 @@ class PlannedReply(_PlannedReply):
         returned = self.returned
         if type(returned) in BARE:
             returned = Leaf(PlainValue(returned))
-        elif type(returned) is OwnNumber:
-            returned = Leaf(returned.described(self.serial))
+        elif type(returned) is OwnTensors:
+            returned = returned.described(self.serial)
         return Result(serial=self.serial, result=returned)
 
 
@@ -127,12 +159,15 @@ def opened(value: Any, resolve: Callable[[Any, str], Any]) -> Any:
 
 def _plain_reply(reply: PlannedReply) -> tuple[Any, ...]:
     returned = reply.returned
-    return (*reply[:3], tuple(returned), True) if type(returned) is OwnNumber else tuple(reply)
+    if type(returned) is not OwnTensors:
+        return tuple(reply)
+    return (*reply[:3], returned.tree, tuple(map(tuple, returned.tensors)))
 
 
 def _reply_of(fields: Sequence[Any]) -> PlannedReply:
     if len(fields) > len(PlannedReply._fields):
-        fields = [*fields[:3], OwnNumber._make(fields[3])]
+        *others, tree, tensors = fields
+        fields = [*others, OwnTensors(tree, tuple([_made(OwnTensor, each) for each in tensors]))]
     return _made(PlannedReply, fields)
 
 
@@ -140,4 +175,4 @@ _made = tuple.__new__  # `_make` checks the number of fields, and takes longer t
 
 give_plain_form(1, PlannedCall, tuple, partial(_made, PlannedCall))
 give_plain_form(2, PlannedReply, _plain_reply, _reply_of)
-give_codes(48, PlannedCall, PlannedReply, OwnNumber)
+give_codes(48, PlannedCall, PlannedReply, OwnTensor, OwnTensors)

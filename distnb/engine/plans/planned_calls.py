@@ -9,6 +9,7 @@ import torch
 from distnb import strategies
 from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_namespace import EngineNamespace, Mark
+from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.engine.programs.started_threads import threads_awaited
 from distnb.engine.programs.team_programs import TeamPrograms
 from distnb.objects.code.function_parts import FunctionParts, has_constant_parts
@@ -16,15 +17,15 @@ from distnb.objects.memory.blocks import dense_tensor, is_stored
 from distnb.objects.placeholder import Placeholder
 from distnb.runtime.randomness import streams
 from distnb.values import PerReplica
-from distnb.values.structure import select
-from distnb.wire.described_values import RETURNED
+from distnb.values.structure import flatten, select, unflatten
 from distnb.wire.exchange import NamedArgument, Snapshot, Upkeep
 from distnb.wire.messages import CallFunction, ObjectId, Reply
-from distnb.wire.planned import BARE, SECTION, SHORT, OwnNumber, PlannedCall, PlannedReply, opened
+from distnb.wire.planned import BARE, SECTION, SHORT, OwnTensor, OwnTensors, PlannedCall, PlannedReply, opened
 
 __all__ = ["PlannedCalls"]
 
 _MOST = 128  # twice as many as the notebook's plans
+_QUICK = frozenset({PerReplica, tuple, list, dict})
 
 
 class _Returned(NamedTuple):
@@ -153,10 +154,9 @@ class PlannedCalls:
             return None
         if kind not in BARE or (kind is str and len(result) > SHORT):
             objects, serial = self._namespace.teams.of(plan.key), mark.snapshot.serial
-            number = _own_number(result)
-            if number is not None:
-                objects.own((serial, RETURNED), result)
-                result = number
+            own = _own_tensors(objects, serial, result)
+            if own is not None:
+                result = own
             else:
                 describer = Describer(objects, serial, plan.inquiry.most_nbytes)
                 result = describer.tree(result)
@@ -166,12 +166,35 @@ class PlannedCalls:
         return _Returned(result)
 
 
-def _own_number(result: Any) -> OwnNumber | None:
-    """Return the replica's own tensor of one number, as `summarise` describes it, without a describer; else None."""
-    tensor = result.values[0] if type(result) is PerReplica else None
-    if type(tensor) is not torch.Tensor or tensor.dim() or not (dense_tensor(tensor) and is_stored(tensor)):
+def _own_tensors(objects: EngineObjects, serial: int, result: Any) -> OwnTensors | None:
+    """Keep the tensors of a result, and describe them without a describer. Return None for other results."""
+    if type(result) not in _QUICK:
         return None
-    graph = tensor.grad_fn is not None
-    if tensor.requires_grad and not graph:
+    leaves, shape = flatten(result)
+    found, tree = [], []
+    for leaf in leaves:
+        if type(leaf) is PerReplica:
+            tensor = _own_tensor(leaf.values[0])
+            if tensor is None:
+                return None
+            found.append(tensor)
+            tree.append(...)
+        elif type(leaf) in BARE and not (type(leaf) is str and len(leaf) > SHORT):
+            tree.append(leaf)
+        else:
+            return None
+    described = OwnTensors(unflatten(shape, tree), tuple(found))
+    own = [leaf for leaf in leaves if type(leaf) is PerReplica]
+    if any(objects.own(*each) != each[0] for each in zip(described.identities(serial), own, strict=True)):
+        return None  # the notebook may have a handle of an object that is returned again
+    return described
+
+
+def _own_tensor(tensor: Any) -> OwnTensor | None:
+    """Describe a tensor briefly, as `summarise` does; return None for one of a rare kind."""
+    if type(tensor) is not torch.Tensor or not (dense_tensor(tensor) and is_stored(tensor)):
         return None
-    return OwnNumber(tensor.item(), str(tensor.dtype).removeprefix("torch."), graph)
+    graph, shape = tensor.grad_fn is not None, tensor.shape
+    at_hand = not shape and tensor.is_cpu and (graph or not tensor.requires_grad)
+    number = tensor.item() if at_hand else None
+    return OwnTensor(str(tuple(shape)), str(tensor.dtype).removeprefix("torch."), str(tensor.device), number, graph)

@@ -1,4 +1,4 @@
-"""The results of planned calls that need no merging: equal plain values, and each replica's own number."""
+"""The results of planned calls that need no merging: equal plain values, and each replica's own tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distnb.notebook.namespace.handle_operations import HandleOperations
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.objects.plain import same
 from distnb.topology import Team
-from distnb.wire.planned import BARE, OwnNumber, PlannedReply
+from distnb.wire.planned import BARE, OwnTensors, PlannedReply
 
 __all__ = ["quick_result"]
 
@@ -35,12 +35,19 @@ def quick_result(
             return MISSING
     if kind in BARE:
         return value
-    if kind is not OwnNumber:
+    if kind is not OwnTensors:
         return MISSING
-    serial = first.serial
-    facts = {rank: replies[engine].returned.described(serial) for rank, engine in enumerate(team.engines)}
-    state = RemoteState(tracked=tracked, operations=operations, identity=facts[0].identity, facts=facts)
-    state.as_of = changes
-    handle = make_handle(state, mirrored=False, size=len(facts))
-    tracked.add_handle(state.identity, handle)
-    return handle
+    every = [replies[engine].returned for engine in team.engines]
+    # The reprs of 1 and True differ, and of 0.0 and -0.0.
+    if value.tree is not ... and len({repr(each.tree) for each in every}) > 1:
+        return MISSING
+    handles = []
+    columns = zip(*[each.tensors for each in every], strict=True)
+    for identity, column in zip(value.identities(first.serial), columns, strict=True):
+        facts = {rank: tensor.described(identity) for rank, tensor in enumerate(column)}
+        state = RemoteState(tracked=tracked, operations=operations, identity=identity, facts=facts)
+        state.as_of = changes
+        handle = make_handle(state, mirrored=False, size=len(facts))
+        tracked.add_handle(identity, handle)
+        handles.append(handle)
+    return value.filled(handles)

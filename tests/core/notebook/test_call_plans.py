@@ -109,6 +109,40 @@ def test_an_equal_default_of_another_type_is_another_default(session: Session) -
     assert found == ["1", "1", "True", "True", "1.0", "1.0"]
 
 
+def test_results_of_several_values_are_the_same_as_without_plans(session: Session) -> None:
+    namespace = session.user_ns
+    exec(
+        """
+def act(kind):
+    replica = distnb.get_replica_context().replica_id_in_sync_group
+    number, rows = torch.tensor(replica + 0.5), torch.full((2,), float(replica))
+    return {
+        "tensors": (number, [rows, number * 2]),
+        "plain": {"b": 1, "a": (True, "text")},
+        "mixed": {"z": number, "y": None, "x": [rows.requires_grad_()]},
+        "one": (number,),
+        "own": (number, replica),
+        "unlike": (number, number if replica else None),
+        "empty": (),
+        "sparse": (number, torch.eye(2).to_sparse()),
+        "long": [number, "x" * 1000],
+    }[kind]
+""",
+        namespace,
+    )
+    act, strategy = namespace["act"], namespace["strategy"]
+    for kind in ("tensors", "plain", "mixed", "one", "own", "unlike", "empty", "sparse", "long"):
+        with without_plans():
+            expected = strategy.run(act, args=(kind,))
+        with counted_plans() as planned:
+            found = [strategy.run(act, args=(kind,)) for _ in range(3)]
+        assert len(planned) >= 2
+        for each in found:
+            assert repr(each) == repr(expected), kind
+            read = [str(strategy.local_results(one)) for one in (each, expected)]
+            assert read[0] == read[1], kind
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_many_random_programs_are_the_same_without_plans(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +163,8 @@ def nothing():
     pass
 def number():
     return torch.ones(())
+def several():
+    return torch.ones(()), {"rows": torch.ones(3), "count": 3}
 def begin():
     import builtins, sys
     builtins.profiled = [0]
@@ -148,6 +184,7 @@ def end():
         ("nothing", True, 98, 158),
         ("nothing", False, 107, 160),
         ("number", True, 113, 172),
+        ("several", True, 190, 322),
     ],
 )
 def test_a_call_takes_few_calls_of_python(session: Session, name: str, wait: bool, here: int, there: int) -> None:
