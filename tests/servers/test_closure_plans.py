@@ -25,6 +25,7 @@ from distnb.servers.coordinator.packer import ClosurePacker
 from distnb.servers.coordinator.pickling import PickledParts
 from distnb.wire.codec import decode, encode
 from tests.servers.test_server_variables import InHouse, Worker, packer_of, servers, strategy
+from tests.support.calls_of_python import COUNT_ON_ENGINES, CallCount
 
 __all__ = ["servers", "strategy"]
 
@@ -325,19 +326,10 @@ def test_messages_of_closures_arrive_as_they_were_sent() -> None:
 
 # -- the cost of a closure ---------------------------------------------------------------------------------------------
 
-_TEXTS = """
+_TEXTS = f"""
 def nothing():
     pass
-def begin():
-    import builtins, sys
-    builtins.profiled = [0]
-    def count(frame, event, argument):
-        builtins.profiled[0] += event == 'call' and 'keras' not in frame.f_code.co_filename
-    sys.setprofile(count)
-def end():
-    import builtins, sys
-    sys.setprofile(None)
-    return builtins.profiled[0]
+{COUNT_ON_ENGINES}
 """
 
 
@@ -345,14 +337,10 @@ def end():
 @pytest.mark.timeout(120)
 def test_a_closure_takes_few_calls_of_python() -> None:
     """A loss of speed shows here, exactly and on any machine. See `test_call_plans.py` for calls of `run`."""
-    counted = [0]
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        counted[0] += event == "call" and "keras" not in frame.f_code.co_filename
-
+    counted = CallCount()
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(_TEXTS, namespace)
-    threading.setprofile(count)  # of the thread that receives results, which begins below
+    threading.setprofile(counted)  # of the thread that receives results, which begins below
     try:
         distnb.start(workers=1, ps=1)
         coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
@@ -364,14 +352,14 @@ def test_a_closure_takes_few_calls_of_python() -> None:
             call("begin")
             for _ in range(10):
                 call("nothing")
-            counted[0] = 0
-            sys.setprofile(count)
+            counted.calls = 0
+            sys.setprofile(counted)
             try:
                 for _ in range(calls):
                     call("nothing")
             finally:
                 sys.setprofile(None)
-            return counted[0], call("end")
+            return counted.calls, call("end")
 
         # On a busy machine some closures wait longer, which takes some calls of Python more.
         pairs = [(measure(20), measure(120)) for _ in range(3)]

@@ -7,11 +7,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from distnb.notebook.session import Session
+from tests.support.calls_of_python import COUNT_ON_ENGINES, CallCount
 from tests.support.planned_programs import counted_plans, program, run_program, without_plans
 from tests.support.processes import wait_until
 from tests.support.sessions import lose, started
@@ -165,16 +165,6 @@ def number():
     return torch.ones(())
 def several():
     return torch.ones(()), {"rows": torch.ones(3), "count": 3}
-def begin():
-    import builtins, sys
-    builtins.profiled = [0]
-    def count(frame, event, argument):
-        builtins.profiled[0] += event == 'call' and 'keras' not in frame.f_code.co_filename
-    sys.setprofile(count)
-def end():
-    import builtins, sys
-    sys.setprofile(None)
-    return builtins.profiled[0]
 """
 
 
@@ -192,9 +182,9 @@ def test_a_call_takes_few_calls_of_python(session: Session, name: str, wait: boo
     import distnb
 
     strategy, options = session.user_ns["strategy"], distnb.RunOptions(wait=wait)
-    exec(_TEXTS, session.user_ns)
+    exec(_TEXTS + COUNT_ON_ENGINES, session.user_ns)
     call, begin, end = (session.user_ns[each] for each in (name, "begin", "end"))
-    counted = [0]
+    counted = CallCount()
 
     def loop(calls: int) -> None:
         found = [strategy.run(call, options=options) for _ in range(calls)]
@@ -202,21 +192,17 @@ def test_a_call_takes_few_calls_of_python(session: Session, name: str, wait: boo
             for each in found:
                 each.result()
 
-    def count(frame: Any, event: str, argument: Any) -> None:
-        # Earlier tests of this process may have loaded Keras, whose settings are then compared here and there, too.
-        counted[0] += event == "call" and "keras" not in frame.f_code.co_filename
-
     def measure(calls: int) -> tuple[int, float]:
         loop(10)
-        counted[0] = 0
-        sys.setprofile(count)
+        counted.calls = 0
+        sys.setprofile(counted)
         try:
             loop(calls)
         finally:
             sys.setprofile(None)
         strategy.run(begin)
         loop(calls)
-        return counted[0], min(strategy.local_results(strategy.run(end)))
+        return counted.calls, min(strategy.local_results(strategy.run(end)))
 
     def cost() -> tuple[float, float]:
         few, many = measure(20), measure(120)
