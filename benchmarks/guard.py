@@ -71,7 +71,7 @@ _BENCHMARKS = {
     ),
     "namespace": _Benchmark(
         "--rounds 3",
-        _values(records=(2.8, 3.5), frame=(2.3, 9.4), tensors=(2.5, 4.5), array=(3.7, 0.0), small=(20.0, 12.0)),
+        _values(records=(3.3, 3.5), frame=(2.3, 9.4), tensors=(2.5, 4.5), array=(3.7, 0.0), small=(20.0, 12.0)),
     ),
     "transfer": _Benchmark(
         "--rounds 5",
@@ -147,13 +147,13 @@ _BENCHMARKS = {
         "--rounds 3",
         {
             "large": [Target("distnb", "ZMQ ipc", at_most=1.0)],
-            "small": [Target("distnb", "ZMQ ipc", at_most=2.0)],
+            "small": [Target("distnb", "ZMQ ipc", at_most=2.0, known=2.5)],
         },
     ),
     "transport": _Benchmark(  # our own transports stay only as long as they are so much faster
         "--rounds 3 --megabytes 32",
         {
-            "small": [Target("ZMQ ipc", "UNIX socket", at_least=1.3, known=1.0)],
+            "small": [Target("ZMQ ipc", "UNIX socket", at_least=1.3, known=0.7)],
             "large": [Target("ZMQ ipc, no copy", "shared memory", at_least=1.3)],
         },
     ),
