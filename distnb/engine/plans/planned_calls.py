@@ -170,7 +170,10 @@ def _own_tensors(objects: EngineObjects, serial: int, result: Any) -> OwnTensors
     """Keep the tensors of a result, and describe them without a describer. Return None for other results."""
     if type(result) not in _QUICK:
         return None
-    leaves, shape = flatten(result)
+    try:
+        leaves, shape = flatten(result)
+    except Exception:  # the container holds itself, or one in it raises any error: a describer keeps the whole  # noqa: BLE001
+        return None
     found, tree = [], []
     for leaf in leaves:
         if type(leaf) is PerReplica:
