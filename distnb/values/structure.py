@@ -130,9 +130,20 @@ def structure_of(tree: Any) -> str:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a tree in canonical order, and the model that `unflatten` needs to replace them."""
+    """Return the leaves of a tree in canonical order, and the model that `unflatten` needs to replace them.
+
+    Raises:
+        StructureError: The tree contains itself, or is deeper than Python can walk.
+    """
     leaves: list[Any] = []
-    _collect(tree, leaves)
+    try:
+        _collect(tree, leaves)
+    except RecursionError:
+        raise StructureError(
+            f"A {type(tree).__name__} contains itself, or is nested too deeply, so its values can't be taken one by "
+            "one. Return or pass the parts that you need, or put it into an object of a class of your own: such an "
+            "object counts as one value."
+        ) from None
     return leaves, tree
 
 

@@ -17,8 +17,11 @@ import types
 import typing
 import uuid
 import weakref
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import cloudpickle
 
 from distnb.compat import cloudpickle_internals
 from distnb.objects.constructors import fill_class, make_class, make_function, make_named_type, make_type_alias
@@ -33,6 +36,7 @@ __all__ = [
     "UNPICKLING",
     "Classes",
     "CodeNames",
+    "CodePickler",
     "class_state",
     "content_of",
     "fill_cell",
@@ -229,9 +233,27 @@ def function_state(function: types.FunctionType) -> dict[str, Any]:
 
 
 def reduce_code(code: types.CodeType) -> Any:
-    """Reduce code. Code that was compiled here and code that was unpickled have equal digests."""
-    make, args = cloudpickle_internals.reduce_code(code)
-    return make, tuple(map(_interned, args))
+    """Reduce code with the name of its file, by which tracebacks and debuggers find its lines.
+
+    cloudpickle leaves the name out since 3.1.3. Code that was compiled here and code that was unpickled have equal
+    digests: strings are interned, and tuples of names, which code objects may share, are copied.
+    """
+    args = (getattr(code, name) for name in _ARGUMENTS_OF_CODE)
+    return types.CodeType, tuple((*each,) if type(each) is tuple else _interned(each) for each in args)
+
+
+_ARGUMENTS_OF_CODE = (
+    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_nlocals", "co_stacksize", "co_flags", "co_code"),
+    *("co_consts", "co_names", "co_varnames", "co_filename", "co_name", "co_qualname", "co_firstlineno"),
+    *("co_linetable", "co_exceptiontable", "co_freevars", "co_cellvars"),
+)
+"""The attributes of code that its constructor takes, in its order."""
+
+
+class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's pickler, except that code keeps the name of its file."""
+
+    dispatch_table = ChainMap({types.CodeType: reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
 def annotations_of(value: Any) -> dict[str, Any]:

@@ -6,12 +6,14 @@ notebook's namespace, so the workers of a DataLoader would not find the class of
 
 from __future__ import annotations
 
+import io
 import types
 from typing import Any
 
 import cloudpickle
 
 from distnb.compat import patches
+from distnb.objects.code.definitions import CodePickler
 
 __all__ = ["install", "open_by_value"]
 
@@ -23,7 +25,9 @@ def install() -> None:
 
 def _reduce(pickler: Any, obj: Any) -> Any:
     if isinstance(obj, type | types.FunctionType) and getattr(obj, "__module__", "") == "__main__":
-        return open_by_value, (cloudpickle.dumps(obj),)
+        file = io.BytesIO()
+        CodePickler(file, protocol=5).dump(obj)
+        return open_by_value, (file.getvalue(),)
     return NotImplemented
 
 

@@ -9,12 +9,11 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import cloudpickle
 import torch
 
 from distnb.compat import torch_internals
 from distnb.errors import CannotTravelError, DistnbError, ProgramError
-from distnb.objects.code.definitions import UNPICKLING, names_of_code, source_of
+from distnb.objects.code.definitions import UNPICKLING, CodePickler, names_of_code, source_of
 from distnb.objects.memory.tensor_bytes import reduce_tensor
 from distnb.objects.packing import out_of_band
 from distnb.objects.placeholder import Placeholder
@@ -51,7 +50,7 @@ class Reached:
         self.inputs: dict[int, RemoteValue] = {}
 
 
-class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
+class ClosurePickler(CodePickler):
     """Pickler of objects by value, and of resources by number.
 
     Attributes:

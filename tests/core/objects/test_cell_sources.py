@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import linecache
+import pickle
 
 import pytest
 
-from distnb.objects.code.definitions import source_of
+from distnb.objects.code.definitions import CodePickler, source_of
 
 
 def test_equal_code_in_two_cells_keeps_its_own_source(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +21,12 @@ def test_equal_code_in_two_cells_keeps_its_own_source(monkeypatch: pytest.Monkey
         codes.append(names["f"].__code__)  # type: ignore[attr-defined]
     assert codes[0] == codes[1]
     assert [(source_of(code) or ("", ""))[1][:5] for code in codes] == ["# one", "# two"]
+
+
+def test_a_function_sent_by_value_names_its_file() -> None:
+    names: dict[str, object] = {}
+    exec(compile("def f():\n    return lambda: 1\n", "<a cell>", "exec"), names)
+    file = io.BytesIO()
+    CodePickler(file, protocol=5).dump(names["f"])
+    found = pickle.loads(file.getvalue())
+    assert (found.__code__.co_filename, found().__code__.co_filename) == ("<a cell>", "<a cell>")

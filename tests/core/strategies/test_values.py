@@ -130,6 +130,13 @@ def test_special_containers_keep_their_types() -> None:
     assert found.values.tolist() == [2.0, 2.0]
 
 
+def test_a_container_that_holds_itself_is_an_error_with_the_cure() -> None:
+    endless: list[Any] = [1]
+    endless.append({"again": endless})
+    with pytest.raises(StructureError, match="A list contains itself.*a class of your own"):
+        flatten(endless)
+
+
 def test_structures_compare_without_order() -> None:
     assert structure_of({"a": 1, "b": [2]}) == structure_of({"b": [3], "a": None})
     assert structure_of([1, 2]) != structure_of((1, 2))
