@@ -19,7 +19,7 @@ import uuid
 import weakref
 from collections import ChainMap
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 
@@ -253,7 +253,7 @@ _ARGUMENTS_OF_CODE = (
 class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's pickler, except that code keeps the name of its file."""
 
-    dispatch_table = ChainMap({types.CodeType: reduce_code}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar = ChainMap({types.CodeType: reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
 def annotations_of(value: Any) -> dict[str, Any]:

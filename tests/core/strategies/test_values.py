@@ -133,7 +133,7 @@ def test_special_containers_keep_their_types() -> None:
 def test_a_container_that_holds_itself_is_an_error_with_the_cure() -> None:
     endless: list[Any] = [1]
     endless.append({"again": endless})
-    with pytest.raises(StructureError, match="A list contains itself.*a class of your own"):
+    with pytest.raises(StructureError, match=r"A list contains itself.*a class of your own"):
         flatten(endless)
 
 
