@@ -93,7 +93,7 @@ def _commands() -> dict[str, LineParser]:
     about = {
         "start": "start engines: one per GPU, or two on the CPU",
         "stop": "end the engines",
-        "connect": "connect to a detached cluster, whose engines stayed when their notebook ended",
+        "connect": "connect to a detached cluster, whose engines stayed",
         "disconnect": "leave a detached cluster, whose engines stay for the next notebook",
         "list": "list your detached clusters on this machine",
         "restart": "replace all engines, or the given ones",
