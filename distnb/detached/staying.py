@@ -74,7 +74,9 @@ class Staying(Absence):
         return self._kept.since(order.since, engine) if order.since else ()
 
     def add_programs(self, agent: Agent) -> None:
-        agent.kinds[Restore] = ProgramKind(run=partial(_restore, agent), replica=agent.replica_in, measured=False)
+        agent.kinds[Restore] = ProgramKind(
+            run=partial(_restore, agent), replica=agent.replica_in, measured=lambda message: False
+        )
 
 
 class KeptEvents:

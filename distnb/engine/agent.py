@@ -147,8 +147,14 @@ class Agent:
             PlannedCall: ProgramKind(
                 run=plans.repeat, replica=lambda call: self.replica_in(plans.message(call)), drops_failure=True
             ),
-            Apply: ProgramKind(run=self.programs.apply, replica=self.replica_in, measured=False),
-            PostMortem: ProgramKind(run=self.failures.post_mortem, replica=self._failed_replica, measured=False),
+            Apply: ProgramKind(
+                run=self.programs.apply,
+                replica=self.replica_in,
+                measured=lambda message: message.operation == "call",  # `model.fit(...)`; others only read
+            ),
+            PostMortem: ProgramKind(
+                run=self.failures.post_mortem, replica=self._failed_replica, measured=lambda message: False
+            ),
         }
         self.notices: dict[type, Callable[[Any], None]] = {}
         self.suspensions: list[Callable[[], None]] = []
@@ -230,7 +236,7 @@ class Agent:
         step_count.watch_optimizers()
         datasets.program_began()
         self._console.refusal = kind.refusal
-        self._control.program_began(message.program, replica, self._size, measured=kind.measured)
+        self._control.program_began(message.program, replica, self._size, measured=kind.measured(message))
         began = time.monotonic()
         outer = self._users_loop.enter()
         try:

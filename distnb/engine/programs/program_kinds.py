@@ -23,7 +23,7 @@ class ProgramKind:
         run: Runs a program, given the message and this engine's replica number in the program. Returns a `Reply`, or
             another message with the attributes `program`, `status` and `error` if the program succeeded.
         replica: Returns that replica number, given the message.
-        measured: True if the program's time counts in the timeline.
+        measured: Returns, given the message, whether the program's time counts in the timeline and the live view.
         drops_failure: True if the frames of an earlier failure are released before the program.
         keeps_failure: True if `%distnb debug` can show the frames of the program's own failure.
         refusal: The reason why the program cannot ask the user for input, with a place for `{what}`; "" if it can.
@@ -31,7 +31,7 @@ class ProgramKind:
 
     run: Callable[[Any, int], Any]
     replica: Callable[[Any], int]
-    measured: bool = True
+    measured: Callable[[Any], bool] = lambda message: True
     drops_failure: bool = False
     keeps_failure: bool = True
     refusal: str = ""

@@ -41,7 +41,7 @@ class Calls:
     """The calls of a session.
 
     Attributes:
-        latest_strategy: The kind of the strategy of the latest call.
+        latest_strategy: The kind of the strategy of the latest call or cell.
     """
 
     def __init__(self, engines: Engines, namespace: NotebookNamespace, runs: ProgramRuns) -> None:

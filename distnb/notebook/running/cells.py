@@ -95,7 +95,7 @@ class Cells:
             check_replicas(only, team.size)
             self._dispatch.require_ready(team.engines)
             program = self._dispatch.number()
-            self._runs.failure = None
+            self._runs.failure, self._calls.latest_strategy = None, spec.kind
             with self._dispatch.interrupts as interrupts:
                 with interrupts.brief():
                     snapshot = namespace.outgoing(source, team, filename, label)

@@ -55,7 +55,9 @@ class TaskRoom:
         self._agent = agent
         self._worker: WorkerTask | None = None
         self._server: ServerTask | None = None
-        agent.kinds[AssignTask] = ProgramKind(run=self._assign_task, replica=agent.replica_in, measured=False)
+        agent.kinds[AssignTask] = ProgramKind(
+            run=self._assign_task, replica=agent.replica_in, measured=lambda message: False
+        )
         agent.kinds[RunClosure] = ProgramKind(
             run=self._run_closure, replica=self._replica, drops_failure=True, keeps_failure=False, refusal=REFUSAL
         )

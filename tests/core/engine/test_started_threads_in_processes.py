@@ -100,7 +100,7 @@ def test_a_task_that_blocks_is_stopped_and_holds_up_only_the_cell_that_runs_it(
 ) -> None:
     notebook.run(TASKS)
     notebook.run(f"def begin():\n    asyncio.get_running_loop().create_task(block({str(tmp_path)!r}))")
-    notebook.run("distnb.MirroredStrategy().run(begin)")
+    notebook.run("import distnb\ndistnb.MirroredStrategy().run(begin)")
     notebook.run("%%distribute mirrored\nnumber = 5")
     assert notebook.value("number") == 5
     source = "%%distribute mirrored\nawait asyncio.sleep(600)"

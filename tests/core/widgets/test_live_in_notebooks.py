@@ -54,6 +54,23 @@ def test_steps_and_epochs_match_the_training(made: Notebook, run: str, magic: st
     assert made.value("tuple(seen.reading)") == (4, 6, 6, None)
 
 
+def test_a_method_that_trains_is_drawn_as_a_call(made: Notebook) -> None:
+    made.run(
+        """%%distribute mirrored
+class Trainer(torch.nn.Module):
+    def fit(self, steps):
+        for _ in range(steps):
+            distnb.live(fitted=strategy.reduce("sum", strategy.run(train_step, args=([torch.ones(4, 4)],)), axis=None))
+
+trainer = Trainer()
+"""
+    )
+    ran = made.run("trainer.fit(7)")
+    assert ran.displays[-1]["text/plain"].startswith("mirrored · 2 replicas · ended")
+    made.run(SEEN)
+    assert made.value("sorted(row.steps for row in seen.rows.values())") == [7, 7]
+
+
 def test_drawn_values_are_available_after_the_cells(made: Notebook, tmp_path: Path) -> None:
     table = "[(row.step, row.replica, row.name, row.run) for row in distnb.history('cell').itertuples()]"
     assert [tuple(row) for row in made.value(table) if row[1] == 0] == [(6 * i, 0, "loss", "cell") for i in (1, 2, 3)]
