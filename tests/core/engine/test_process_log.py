@@ -174,21 +174,30 @@ def test_a_forked_process_writes_to_the_same_file_whatever_other_threads_do(log:
 def test_a_program_aborted_in_a_record_leaves_no_lock_held(log: Path) -> None:
     guard = Guard()
 
-    class Users(logging.StreamHandler):  # type: ignore[type-arg]
-        """A handler with a lock, as a user's is. The order to end comes when it has just taken its lock."""
+    class Lock:
+        """The lock of a user's handler. The order to end comes when the program has just taken it."""
+
+        def __init__(self) -> None:
+            self._lock = threading.RLock()
 
         def acquire(self) -> None:
-            super().acquire()
+            self._lock.acquire()
             if threading.current_thread() is threading.main_thread():
                 guard.abort(1, "another replica failed")
                 guard.press()
+
+        def release(self, *error: object) -> None:
+            self._lock.release()
+
+        __enter__, __exit__ = acquire, release  # which `logging` calls since Python 3.13
 
     def program() -> None:
         while True:
             _logger.debug("of the program")
             guard.press()  # repeatedly, as the control thread does
 
-    users = Users(io.StringIO())
+    users = logging.StreamHandler(io.StringIO())
+    users.lock = Lock()  # type: ignore[assignment]
     logging.getLogger("distnb").addHandler(users)
     try:
         with pytest.raises(ProgramAborted):
