@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -88,6 +89,7 @@ __all__ = [
     "reduce_module",
     "reduce_parametrized",
     "save_own",
+    "refuses_cuda_after_fork",
     "replace_local",
     "saved",
     "scale_each",
@@ -307,6 +309,20 @@ def never_trace(function: FunctionType) -> None:
     strategy = getattr(eval_frame, "_FrameExecStrategy", None)
     if skip is not None and strategy is not None:
         eval_frame.set_code_exec_strategy(function.__code__, strategy(skip, skip))
+
+
+def refuses_cuda_after_fork() -> bool:
+    """Return whether torch would refuse CUDA in a process that is forked now: it does once CUDA was asked for GPUs.
+
+    A forked process answers the question, because torch notes it in each of them.
+    """
+    asked = getattr(torch._C, "_cuda_isInBadFork", None)  # missing in a build without CUDA
+    if asked is None:
+        return False
+    pid = os.fork()
+    if pid == 0:
+        os._exit(bool(asked()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
 
 
 _COMPILER = "torch._dynamo"

@@ -21,14 +21,13 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from distnb.cluster.local.orphans import request_signal_at_parent_end
 from distnb.cluster.local.processes import describe_status
-from distnb.cluster.local.zygote import renew_random_values
-from distnb.cluster.process_environment import AGENT_VARIABLE, DEVICE_VARIABLE, ENGINE_VARIABLE, PRELOAD_VARIABLE
-from distnb.errors import StartError
+from distnb.cluster.local.zygote import import_named, renew_random_values
+from distnb.cluster.process_environment import AGENT_VARIABLE, DEVICE_VARIABLE, ENGINE_VARIABLE
 from distnb.topology import parse_device
 
 __all__ = ["fork_engines", "load"]
@@ -47,13 +46,7 @@ def load() -> None:
     importlib.import_module("torch.distributed")
     importlib.import_module("distnb.engine.app")
     importlib.import_module(os.environ[AGENT_VARIABLE])
-    for name in filter(None, map(str.strip, os.environ.get(PRELOAD_VARIABLE, "").split(","))):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise StartError(
-                f"{PRELOAD_VARIABLE} names {name}, which an engine cannot import: {error}. Correct the variable."
-            ) from error
+    import_named()
     # Last: the user may have named the compiler.
     importlib.import_module("distnb.compat.torch_internals").load_compiler_on_demand()
 
@@ -64,22 +57,22 @@ def fork_engines() -> None:
     The end of the socket ends this process. A process with threads must not fork, so no thread can watch the notebook.
     """
     with socket.socket(fileno=0) as notebook:
-        fit: bool | None = None
+        forked: Collection[str] | None = None
         while order_list := notebook.recv(_PACKET_NBYTES):
             orders = json.loads(order_list)
-            if fit is None:
-                fit = any(_may_fork(order["environment"]) for order in orders) and _load_for_forking()
+            if forked is None:
+                forked = _load_for_forking() if any(_device(order) in _FORKED for order in orders) else ()
             # The other threads do not exist in a forked process, and the locks that they held are never released.
-            forked = fit and len(os.listdir("/proc/self/task")) == 1
+            alone = len(os.listdir("/proc/self/task")) == 1
             if os.fork() == 0:
-                _fork_all(orders, notebook, forked)
+                _fork_all(orders, notebook, forked if alone else ())
                 return
             if os.waitstatus_to_exitcode(os.wait()[1]) != 0:
                 os._exit(1)  # the notebook waits for the engines' packets
     os._exit(0)
 
 
-def _fork_all(orders: Sequence[Mapping[str, Any]], notebook: socket.socket, fit: bool) -> None:
+def _fork_all(orders: Sequence[Mapping[str, Any]], notebook: socket.socket, forked: Collection[str]) -> None:
     """Fork these engines. Return in each of them, and never in the calling process."""
     request_signal_at_parent_end(signal.SIGKILL)
     notebook.send(f"-1 {os.getpid()}".encode())
@@ -87,7 +80,7 @@ def _fork_all(orders: Sequence[Mapping[str, Any]], notebook: socket.socket, fit:
     for order in orders:
         if os.fork() == 0:
             os.close(go_ahead)
-            _become_engine(order, notebook, begin, fit and _may_fork(order["environment"]))
+            _become_engine(order, notebook, begin, _device(order) in forked)
             return
     # With its answer the notebook accepts the engines as its children. Without an answer they end with us.
     if _answered(notebook):
@@ -106,17 +99,24 @@ def _answered(notebook: socket.socket) -> bool:
     return bool(notebook.recv(_PACKET_NBYTES))
 
 
-def _may_fork(environment: Mapping[str, str]) -> bool:
-    return parse_device(environment[DEVICE_VARIABLE]).type in _FORKED
+def _device(order: Mapping[str, Any]) -> str:
+    """Return the type of an engine's device."""
+    return parse_device(order["environment"][DEVICE_VARIABLE]).type
 
 
-def _load_for_forking() -> bool:
-    """Load the engines' modules. Return False if an import began to use a GPU, which a forked process cannot use."""
+def _load_for_forking() -> Collection[str]:
+    """Load the engines' modules. Return the types of devices that forked processes can use.
+
+    A forked process cannot use a GPU if an import has used one, or has asked CUDA for their number, as Keras does.
+    """
     gc.disable()  # imports leave no garbage
     load()
     importlib.import_module("distnb.compat.ipython_internals").compact_modules()
     gc.freeze()  # a collection writes to every object that it visits, and memory is shared only until it is written to
-    return not sys.modules["torch"].cuda.is_initialized()
+    if sys.modules["torch"].cuda.is_initialized():
+        return ()
+    torch_internals = importlib.import_module("distnb.compat.torch_internals")
+    return ("cpu",) if torch_internals.refuses_cuda_after_fork() else _FORKED
 
 
 def _become_engine(order: Mapping[str, Any], notebook: socket.socket, begin: int, fit: bool) -> None:

@@ -53,6 +53,15 @@ def shared() -> Iterator[Notebook]:
     yield from one_gpu(2)
 
 
+def test_a_preloaded_module_may_have_asked_cuda_for_gpus(tmp_path: Path) -> None:
+    (tmp_path / "asks_cuda.py").write_text("import torch\ntorch._C._cuda_getDeviceCount()\n")
+    environment = {"CUDA_VISIBLE_DEVICES": "0", "DISTNB_PRELOAD": "asks_cuda", "PYTHONPATH": str(tmp_path)}
+    with Notebook(env=environment) as notebook:
+        notebook.run("%distnb start -n 1", timeout_s=120)
+        notebook.run("%%distribute mirrored\nimport torch\nfound = torch.ones(2, device='cuda').sum().item()")
+        assert notebook.value("found") == 2.0
+
+
 def on_cpu(notebook: Notebook) -> list[float]:
     notebook.run(
         TRAIN.replace("mirrored", "default").replace("with strategy", "torch.set_default_device('cpu')\nwith strategy")

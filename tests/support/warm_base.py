@@ -49,6 +49,7 @@ def fork(role: str, mark: str, streams: Sequence[int], *, hash_seed: int = 0) ->
             "PYTHONHASHSEED": str(hash_seed),
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Keras asks for GPUs, and CUDA would refuse the forked processes
         }
         del environment[processes.MARK_NAME]
         environment |= {processes.MARK_NAME: processes.MARK, "ROOM": "for the end of a longer mark"}

@@ -30,12 +30,14 @@ from typing import Any, NoReturn
 
 from distnb.cluster.local.orphans import adopting_orphans, request_signal_at_parent_end
 from distnb.cluster.process_environment import PRELOAD_VARIABLE
+from distnb.errors import StartError
 
-__all__ = ["ENGINES", "Zygote", "main", "renew_random_values", "zygote_of_this_process"]
+__all__ = ["ENGINES", "Zygote", "import_named", "main", "renew_random_values", "zygote_of_this_process"]
 
 ENGINES = "distnb.engine"
 """The module of engines. The processes of all other modules get a zygote of their own."""
 
+_ASKS_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _REQUEST_NBYTES = 1 << 20
 _MODULES = (
     # what all engines use
@@ -115,12 +117,36 @@ def main() -> NoReturn:
     for name in _MODULES:
         importlib.import_module(name)
     importlib.import_module("distnb.notebook.namespace.module_watch").note_libraries()
-    for name in filter(None, map(str.strip, os.environ.get(PRELOAD_VARIABLE, "").split(","))):
-        importlib.import_module(name)
+    import_named()
     importlib.import_module("distnb.compat.torch_internals").load_compiler_on_demand()
     importlib.import_module("distnb.compat.ipython_internals").compact_modules()
     gc.freeze()  # a collection writes to every object that it visits, and memory is shared only until it is written to
     _serve(connection)
+
+
+def import_named() -> None:
+    """Import the modules that DISTNB_PRELOAD names.
+
+    If they call `torch.cuda.is_available()`, it asks the driver. CUDA, once asked, refuses to work in forked processes.
+
+    Raises:
+        StartError: A module cannot be imported.
+    """
+    before = os.environ.get(_ASKS_DRIVER)
+    os.environ[_ASKS_DRIVER] = "1"
+    try:
+        for name in filter(None, map(str.strip, os.environ.get(PRELOAD_VARIABLE, "").split(","))):
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise StartError(
+                    f"{PRELOAD_VARIABLE} names {name}, which an engine cannot import: {error}. Correct the variable."
+                ) from error
+    finally:
+        if before is None:
+            del os.environ[_ASKS_DRIVER]
+        else:
+            os.environ[_ASKS_DRIVER] = before
 
 
 def _serve(connection: socket.socket) -> NoReturn:

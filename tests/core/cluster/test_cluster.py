@@ -6,16 +6,20 @@ import errno
 import os
 import signal
 import threading
+from pathlib import Path
 
 import ipyparallel
 import psutil
 import pytest
+import torch
 
 from distnb.cluster.lifecycle import Cluster
 from distnb.cluster.rendezvous_store import RendezvousStore
+from distnb.compat import torch_internals
 from distnb.errors import NoClusterError, StartError
 from tests.support import processes
 from tests.support.clusters import make_cluster, running_cluster
+from tests.support.sessions import run_cell, started
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
 _WITHIN_S = 20.0  # the limit for immediate events on a busy machine
@@ -112,6 +116,34 @@ def test_a_module_to_preload_that_is_missing_is_named(monkeypatch: pytest.Monkey
     with pytest.raises(StartError, match="DISTNB_PRELOAD names no_such_module, which an engine cannot import"):
         cluster.start()
     assert_nothing_left(cluster)
+
+
+def test_a_module_to_preload_that_asks_for_gpus_asks_the_driver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CUDA itself would refuse to work in the engines, which are forked."""
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    (tmp_path / "asks_for_gpus.py").write_text(
+        "import os, pathlib, torch\n"
+        "torch.cuda.is_available()\n"
+        "asked = os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("DISTNB_PRELOAD", "asks_for_gpus")
+    with started(1) as session:
+        run_cell(
+            session,
+            "import os, sys\nasked = sys.modules['asks_for_gpus'].asked\nleft = os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')",
+            "asked",
+        )
+        assert (session.user_ns["asked"], session.user_ns["left"]) == ("1", None)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_whether_cuda_would_refuse_forked_processes_is_known(monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
+    here = os.getpid()
+    monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda: refuses and os.getpid() != here, raising=False)
+    assert torch_internals.refuses_cuda_after_fork() is refuses
 
 
 def test_an_engine_that_never_connects_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ made = torch.nn.Linear(1, 1)
 
 
 def test_a_missing_gpu_is_an_error(session: Any) -> None:
-    if torch.cuda.is_available():
+    if Path("/dev/nvidiactl").exists():  # asking torch would forbid CUDA in the engines, which are forked
         pytest.skip("it is there")
     with pytest.raises((AssertionError, RuntimeError)) as raised:
         run_cell(session, "torch.ones(1).cuda()", "gpu")
