@@ -103,6 +103,18 @@ def test_an_idle_worker_gets_closures_waiting_behind_a_long_one() -> None:
     assert queue.counts.retried == 0
 
 
+def test_a_worker_of_short_closures_has_more_of_them() -> None:
+    queue = ClosureQueue(depth=2)
+    queue.worker_up(0, 0.0)
+    for number in range(30):
+        queue.scheduled(number, 0.0)
+    assert len(queue.has(0)) == 2
+    queue.ended(0, 0, "done", 0.0005)
+    assert len(queue.has(0)) == 12
+    queue.ended(0, 1, "done", 1.0)
+    assert len(queue.has(0)) == 11, "the next closures may be as long as this one"
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_every_closure_ends_exactly_once_in_random_sequences(seed: int) -> None:
     draw = random.Random(seed)
@@ -128,7 +140,7 @@ def test_every_closure_ends_exactly_once_in_random_sequences(seed: int) -> None:
                 asked.add((order.worker, order.closure))
 
     for _ in range(400):
-        now += draw.random() * 0.02
+        now += draw.random() * draw.choice([0.0005, 0.02])
         event = draw.randrange(10)
         busy = [worker for worker, closures in there.items() if closures]
         if event < 4:
@@ -224,7 +236,7 @@ def test_the_queue_records_each_transition() -> None:
         (lambda queue: queue._waiting.append(1), "several places"),
         (lambda queue: queue._unfinished.discard(1), "either placed or unfinished"),
         (lambda queue: queue._ending.add(9), r"\[9\] are ending, but no worker has them"),
-        (lambda queue: queue._workers[0].closures.extend([5, 6]), "more than 2"),
+        (lambda queue: queue._workers[0].closures.extend(range(5, 17)), "more than 12"),
         (lambda queue: setattr(queue._workers[0], "reclaiming", 9), "closure 9 is being reclaimed"),
         (lambda queue: setattr(queue, "_done", 1), "does not add up"),
         (lambda queue: queue.done_by.update([0]), "0 closures are done"),

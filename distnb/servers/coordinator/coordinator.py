@@ -59,7 +59,7 @@ __all__ = ["ClusterCoordinator", "running_coordinators", "stories"]
 
 _logger = logging.getLogger("distnb.coordinator")
 
-_DEPTH = 3  # with empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
+_DEPTH = 3  # of closures longer than a millisecond: the next one is there, and few wait behind a long one
 _LATEST_STEPS = 256
 _END_S = 5.0  # the limit of the wait; the link abandons workers that do not end within a second
 

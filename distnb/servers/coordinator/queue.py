@@ -2,7 +2,8 @@
 
 Closures are numbered in the order in which they were scheduled, and start in that order. A closure of a lost worker
 keeps its number, so it comes next. A worker has the closure that it runs and the next ones, so it does not wait for a
-round trip between them. An idle worker gets the last closure that another worker has not started.
+round trip between them; a worker of short closures has more of them. An idle worker gets the last closure that another
+worker has not started.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "WorkerState",
 ]
 
+_SHORT_S, _MOST_SHORT = 0.001, 12  # a worker has so many closures after one that took less than this time
 _PATIENCE_S = 0.02  # reclaiming a closure costs a round trip, so one that may start soon is not reclaimed
 
 
@@ -90,6 +92,7 @@ class WorkerState(NamedTuple):
 
 @dataclass
 class _Worker:
+    depth: int  # the number of closures that it may have
     closures: list[int] = field(default_factory=list)  # in the order in which the worker runs them
     began: float = 0.0  # start time of the first one
     reclaiming: int | None = None
@@ -100,7 +103,7 @@ class ClosureQueue(StateMachine):
     """The queue of closures, each from `scheduled` until it is done, failed or cancelled.
 
     Args:
-        depth: The largest number of closures that one worker has.
+        depth: The largest number of closures that one worker has. Unless it is 1, a worker of short closures has more.
 
     Attributes:
         done_by: The number of closures that each worker has done, including lost workers.
@@ -111,6 +114,7 @@ class ClosureQueue(StateMachine):
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self._depth = depth
+        self._most = max(depth, _MOST_SHORT) if depth > 1 else 1
         self._waiting: list[int] = []  # a heap
         self._blocked: dict[int, set[int]] = {}  # by closure: the closures whose results it needs
         self._dependents: dict[int, list[int]] = {}
@@ -145,7 +149,7 @@ class ClosureQueue(StateMachine):
     def worker_up(self, worker: int, now: float) -> list[Order]:
         """Add a worker: a new one, or a replacement of a lost one."""
         orders = self._lose(worker, now)
-        self._workers[worker] = _Worker()
+        self._workers[worker] = _Worker(self._depth)
         self._no_worker_reported = False
         return orders + self._assign(now)
 
@@ -177,6 +181,8 @@ class ClosureQueue(StateMachine):
         if closure not in current.closures:
             current.stuck_in.discard(closure)
             return self._assign(now)
+        if closure == current.closures[0]:
+            current.depth = self._most if now - current.began < _SHORT_S else self._depth
         self._leave(current, closure, now)
         orders: list[Order] = []
         if how != "done":
@@ -278,13 +284,13 @@ class ClosureQueue(StateMachine):
             if any(closure not in self._dependents.get(each, ()) for each in needed):
                 yield f"closure {closure} is blocked, and no other closure will unblock it"
         for worker, current in self._workers.items():
-            if len(current.closures) > self._depth:
-                yield f"worker {worker} has {current.closures}, more than {self._depth}"
+            if len(current.closures) > self._most:
+                yield f"worker {worker} has {current.closures}, more than {self._most}"
             if current.reclaiming not in (None, *current.closures):
                 yield f"closure {current.reclaiming} is being reclaimed from worker {worker}, which does not have it"
             if not current.stuck_in.isdisjoint(current.closures):
                 yield f"closures {sorted(current.stuck_in)} were abandoned, but worker {worker} has them"
-            if self._waiting and len(current.closures) < self._depth and not current.stuck_in:
+            if self._waiting and len(current.closures) < current.depth and not current.stuck_in:
                 yield f"worker {worker} has room for a closure, but some wait"
 
     # -- the current state -----------------------------------------------------------------------------------------
@@ -363,14 +369,17 @@ class ClosureQueue(StateMachine):
     def _assign(self, now: float) -> list[Order]:
         orders: list[Order] = []
         while self._waiting:
-            worker, least, fewest = -1, None, self._depth
+            worker, least, fewest, is_one_there = -1, None, self._most, False
             for number, current in self._workers.items():
-                if not current.stuck_in and (least is None or len(current.closures) < fewest):
+                if current.stuck_in:
+                    continue
+                is_one_there = True
+                if len(current.closures) < min(fewest, current.depth):
                     worker, least, fewest = number, current, len(current.closures)
-            if least is None:
+            if not is_one_there:
                 reported, self._no_worker_reported = self._no_worker_reported, True
                 return orders if reported else [*orders, ReportNoWorker()]
-            if fewest >= self._depth:
+            if least is None:
                 return orders
             closure = heapq.heappop(self._waiting)
             if not least.closures:
