@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from distnb.compat.versions import private_names
 
-__all__ = ["BOUND", "renew", "without_mark"]
+__all__ = ["BOUND", "STATE", "renew", "without_mark"]
 
 BOUND: Final = {
     ("accelerate.accelerator", "Accelerator"),
@@ -20,6 +20,9 @@ BOUND: Final = {
 }
 """Classes whose instances store the number of processes at their creation: (module, name)."""
 
+STATE: Final = "accelerate.state"
+"""The module that stores the number of processes."""
+
 _MARK = "_is_accelerate_prepared"
 _former: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
@@ -30,7 +33,7 @@ def renew(size: int, rank: int) -> None:
     All `Accelerator`s of a process share the state of the first one. That state is stored, and restored for the next
     program with as many processes, so that its `Accelerator`s work again.
     """
-    loaded = sys.modules.get("accelerate.state")
+    loaded = sys.modules.get(STATE)
     if loaded is None:
         return
     with private_names("accelerate"):

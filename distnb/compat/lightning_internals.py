@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
-__all__ = ["BOUND", "renew"]
+__all__ = ["BOUND", "RANKS", "renew"]
 
 BOUND: Final = {
     ("lightning.fabric.fabric", "Fabric"),
@@ -22,8 +22,12 @@ BOUND: Final = {
 """Classes whose instances store the number of processes at their creation: (module, name)."""
 
 
+RANKS: Final = "lightning_utilities.core.rank_zero"
+"""The module that stores the rank."""
+
+
 def renew(rank: int) -> None:
     """Set Lightning's rank for the current program. Lightning logs and saves on rank 0 only."""
-    loaded: Any = sys.modules.get("lightning_utilities.core.rank_zero")
+    loaded: Any = sys.modules.get(RANKS)
     if loaded is not None and getattr(loaded.rank_zero_only, "rank", None) is not None:
         loaded.rank_zero_only.rank = rank

@@ -26,6 +26,8 @@ _logger = logging.getLogger("distnb.engine")
 # The next small call often follows at once, and a pass through the event loop costs as much as the call. Messages on
 # other links wait meanwhile.
 _LINGER_MS, _LONG_LINGER_MS = 1, 10
+# The time after which other links come first. To find one of them empty takes as long as a tenth of a short program.
+_TURN_S = 0.001
 
 
 class ProgramLoop:
@@ -56,6 +58,7 @@ class ProgramLoop:
         self._loop = IOLoop.current()
         self._has_returned = False  # whether a notebook is there to which this thread has not sent its hello
         self._serving = self._listening = False
+        self._turn_ends = 0.0
 
     def begin(self, hello: Hello) -> None:
         """Send this engine's introduction, and receive programs from now on."""
@@ -151,17 +154,20 @@ class ProgramLoop:
         return_freed_memory(began)
 
     def _serve_one(self, latest: ProgramLink | None) -> ProgramLink | None:
-        """Run one program, of another link than the latest one's if possible. Return its link; None if none arrived."""
-        links, linger_ms = self._links, _LONG_LINGER_MS
-        if len(links) > 1:
-            linger_ms = _LINGER_MS
-            if latest in links:
-                links = [*links]
-                links.remove(latest)
-                links.append(latest)
-        for link in links:
+        """Run one program, now and then of another link than the latest one's. Return its link; None if none arrived."""
+        if len(self._links) == 1 and latest is self._links[0]:
+            tries = [(latest, _LONG_LINGER_MS)]
+        else:
+            tries = [(link, 0) for link in self._links if link is not latest]
+            if latest in self._links:
+                tries.append((latest, _LINGER_MS))
+                if (now := time.monotonic()) < self._turn_ends:
+                    tries.insert(0, (latest, 0))
+                else:
+                    self._turn_ends = now + _TURN_S
+        for link, linger_ms in tries:
             try:
-                message = link.receive(linger_ms if link is latest else 0)
+                message = link.receive(linger_ms)
             except Exception as error:  # noqa: BLE001  # the notebook waits for a reply, whatever the error
                 link.send(Unreadable(error_reports.report(error)))
                 return link

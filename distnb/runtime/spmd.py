@@ -142,8 +142,8 @@ def enter(
         sync_batch_norm.install()
         loader_batches.install()
     else:
-        contexts.entries().clear()  # a program that was ended from outside may have left entries
-        contexts.execute(None)
+        contexts.this_thread.stack.clear()  # a program that was ended from outside may have left entries
+        contexts.this_thread.execution = None
     foreign_libraries.begin_program(group.size, rank)
     if process.team is not team:
         process.team, process.workers = team, _numbered(team.hosts or ("",) * team.size)

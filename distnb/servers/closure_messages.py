@@ -6,7 +6,7 @@ succeeded with a `ClosureReply`, and otherwise with a `wire.messages.Reply`, as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from distnb.topology import Task, Team
@@ -127,13 +127,17 @@ class ClosureReply(_ClosureReply):
     error: ClassVar = None
 
 
+_made: Callable[..., Any] = tuple.__new__  # `_make` checks the number of fields, which takes longer
+
+
 def _plain(message: RunClosure) -> tuple[Any, ...]:
     # Marshal would write buffers, and arrays of numpy, as bytes. It refuses tuples with names, such as `Fence`.
     return tuple(message) if message.buffers else (*message[:2], tuple(message.fence), *message[3:])
 
 
-def _closure_of(fields: Sequence[Any]) -> RunClosure:
-    return RunClosure._make((*fields[:2], Fence._make(fields[2]), *fields[3:]))
+def _closure_of(fields: list[Any]) -> RunClosure:
+    fields[2] = _made(Fence, fields[2])
+    return _made(RunClosure, fields)
 
 
 def _plain_reply(reply: ClosureReply) -> tuple[Any, ...]:
@@ -142,7 +146,7 @@ def _plain_reply(reply: ClosureReply) -> tuple[Any, ...]:
 
 def _reply_of(fields: Sequence[Any]) -> ClosureReply:
     program, *result = fields
-    return ClosureReply(program, ClosureResult._make(result))
+    return _made(ClosureReply, (program, _made(ClosureResult, result)))
 
 
 give_plain_form(3, RunClosure, _plain, _closure_of)

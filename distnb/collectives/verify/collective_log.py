@@ -75,6 +75,7 @@ _PART_NBYTES: Final = HEADER_NBYTES + RING * SLOT_NBYTES
 
 Phase = Literal["idle", "running", "ended", "failed"]
 _PHASES: Final[tuple[Phase, ...]] = ("idle", "running", "ended", "failed")
+_NUMBER_OF_PHASE: Final = {phase: number for number, phase in enumerate(_PHASES)}
 
 
 class CollectiveWait(NamedTuple):
@@ -239,7 +240,7 @@ class CollectiveLog:
         if phase == "failed":
             self._add_failed(_FAILED_AT, program)
         # In this order, so that a new program is never seen in the phase in which the last one ended.
-        _NUMBER.pack_into(self.memory, self._mine + 8, _PHASES.index(phase))
+        _NUMBER.pack_into(self.memory, self._mine + 8, _NUMBER_OF_PHASE[phase])
         _NUMBER.pack_into(self.memory, self._mine, program)
 
     def phase(self, replica: int) -> tuple[int, Phase, int]:

@@ -140,6 +140,8 @@ class Console(io.TextIOBase):
     def leave(self) -> None:
         """Report that the user is no longer at this prompt, since the program continues or has ended."""
         self._since, self._debugging = None, False
+        if not (self._written or self._inside):
+            return
         running = self._running()
         if running is None or os.getpid() != self._owner:
             return

@@ -142,7 +142,7 @@ def _debugger(console: Console, who: str) -> ReplicaPdb:
 
 def stop_stepping() -> None:
     """Stop tracing after a program has ended."""
-    if isinstance(getattr(sys.gettrace(), "__self__", None), ReplicaPdb):
+    if (tracer := sys.gettrace()) is not None and isinstance(getattr(tracer, "__self__", None), ReplicaPdb):
         sys.settrace(None)
 
 

@@ -98,13 +98,14 @@ class EngineNamespace:
         objects.replica = replica
         self.teams.program_begins(snapshot.serial)
         torch.clear_autocast_cache()  # values that were cast in an earlier program may be out of date
-        if snapshot.changes_nothing and objects.tracker.is_settled:
+        changes_nothing = snapshot.changes_nothing
+        if changes_nothing and objects.tracker.is_settled:
             if snapshot.upkeep is not None:
                 objects.release(snapshot.upkeep.release)
         else:
             self._apply_upkeep(objects, snapshot.upkeep or Upkeep())
         self._arguments, self._snapshot = None, snapshot
-        if snapshot.changes_nothing and snapshot.arguments is None:
+        if changes_nothing and snapshot.arguments is None:
             return
         environment, sources, modules = snapshot.surroundings or Surroundings()
         if environment is not None:

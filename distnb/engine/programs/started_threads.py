@@ -19,7 +19,7 @@ from concurrent.futures import Executor, Future
 from types import FrameType
 from typing import Any
 
-from distnb.compat import patches
+from distnb.compat import patches, threading_internals
 from distnb.engine.output import telemetry
 
 __all__ = ["note_work_of_pools", "threads_awaited"]
@@ -47,7 +47,7 @@ _WAITS = frozenset({"wait", "select", "_worker"})
 _Working = dict[threading.Thread | Future[Any], str]
 
 _given: dict[Future[Any], str] = {}  # the unfinished tasks of pools, with the names of their functions
-_idle: list[threading.Thread] = []  # the threads when there was none that Python would wait for
+_idle: dict[int, threading.Thread] = {}  # the threads when there was none that Python would wait for
 
 
 def note_work_of_pools() -> None:
@@ -104,13 +104,13 @@ def _await(working: _Working, earlier: _Working) -> None:
 def _at_work() -> _Working:
     """Return the working threads and unfinished tasks of pools that Python would wait for, each with a description."""
     global _idle
+    if threading_internals.active == _idle and not (_given or threading_internals.starting):
+        return {}  # a call of Python for each of its threads would take longer than a short program
     threads = threading.enumerate()
-    if not _given and threads == _idle:
-        return {}
     working: _Working = {each: f"{name} in a pool" for each, name in _given.copy().items()}
     main = threading.main_thread()
     if all(thread.daemon or thread is main for thread in threads):
-        _idle = threads
+        _idle = {thread.ident: thread for thread in threads if thread.ident is not None}
     else:
         frames = sys._current_frames()
         for thread in threads:

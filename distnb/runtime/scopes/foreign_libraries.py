@@ -76,12 +76,17 @@ def computes_with_torch(library: Any) -> bool:
     return getattr(backend, "backend", lambda: None)() == "torch"
 
 
+_KNOW_PROCESSES = frozenset({"keras", accelerate_internals.STATE, lightning_internals.RANKS})
+
+
 def begin_program(size: int, rank: int) -> None:
     """Clear the information about processes that libraries keep from an earlier program.
 
     Otherwise Keras would distribute the training of later programs, and Accelerate and Lightning would use the old
     number of processes and the old rank.
     """
+    if sys.modules.keys().isdisjoint(_KNOW_PROCESSES):  # looks up each of the few names
+        return
     accelerate_internals.renew(size, rank)
     lightning_internals.renew(rank)
     own: Any = getattr(sys.modules.get("keras"), "distribution", None)

@@ -60,8 +60,11 @@ class ClosurePlan:
         Args:
             reference: Returns the reference to an object, and adds what it reaches.
         """
-        if self._moment != _moment() or not all(each.is_same(function) for each in self._functions):
+        if self._moment != _moment():
             return None
+        for each in self._functions:
+            if not each.is_same(function):
+                return None
         found = Reached()
         for known, expected in self._references:
             obj = known()

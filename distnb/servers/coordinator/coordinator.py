@@ -660,7 +660,7 @@ class ClusterCoordinator:
         while pending:
             order = pending.popleft()
             if isinstance(order, Send):
-                pending.extend(self._send(order))
+                pending += self._send(order)
             elif isinstance(order, Cancel):
                 value = self._forget(order.closure).value
                 text = f"{value.name} was cancelled before it had a result: {self._why}"
@@ -733,15 +733,16 @@ class _DeferredInterrupts:
     def __init__(self, interrupts: Interrupts, end_all: Callable[[], None]) -> None:
         self._interrupts = interrupts
         self._end_all = end_all
+        self._main = threading.main_thread().ident
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == self._main:
             self._interrupts.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != self._main:
             return
         if kind is None and self._interrupts.count and self._interrupts.pop():
             try:
@@ -761,8 +762,10 @@ def _fence() -> Fence:
     """
     with _lock:
         if len(_coordinators) == 1:
-            ((_, only),) = _coordinators.items()
-            return Fence(oldest := only._queue.oldest, tuple(sorted(only._queue.astray(oldest))))
+            (only,) = _coordinators.values()
+            oldest = only._queue.oldest
+            astray = only._queue.astray(oldest)
+            return Fence(oldest, tuple(sorted(astray)) if astray else ())
         queues = [each._queue for each in _coordinators.values()]
         running = [queue.oldest for queue in queues if not queue.idle]
         oldest = min(running) if running else max(queue.oldest for queue in queues)

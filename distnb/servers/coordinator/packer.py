@@ -77,7 +77,8 @@ class PackedClosure(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The size in bytes."""
-        return len(self.data) + sum([memoryview(each).nbytes for each in self.buffers] if self.buffers else ())
+        nbytes = len(self.data)
+        return nbytes + sum([memoryview(each).nbytes for each in self.buffers]) if self.buffers else nbytes
 
 
 class _Known(NamedTuple):

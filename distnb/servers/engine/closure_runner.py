@@ -13,7 +13,7 @@ import torch
 from distnb.errors import EndOfDataset, StaleHandleError
 from distnb.servers.closure_messages import ClosureResult, RunClosure
 from distnb.servers.coordinator import references
-from distnb.servers.coordinator.libraries import libraries, library_of
+from distnb.servers.coordinator.libraries import Library, libraries, library_of
 from distnb.servers.coordinator.pickling import PickledParts, dump, open_packed, open_value
 from distnb.servers.coordinator.references import Reach, parameters_of_each
 from distnb.servers.variables import remote_optimizer
@@ -45,13 +45,14 @@ class Runner:
         self._packed: dict[int, PickledParts] = {}
         self._resources: dict[int, Any] = {}
         self._reaches: dict[int, Reach] = {}
+        self._metrics: dict[int, tuple[Library, Any]] = {}  # the resources that are metrics
         self._inputs: dict[int, Any] = {}
         self._run_before: set[Any] = set()  # the code objects of functions, with their variables
 
     def receive(self, message: RunClosure) -> None:
         """Store the definitions that are sent only once, and drop what is gone, even if the closure is not to run."""
         for number in message.forget:
-            for each in (self._packed, self._resources, self._reaches):
+            for each in (self._packed, self._resources, self._reaches, self._metrics):
                 each.pop(number, None)
         self._packed.update(message.definitions)
         self.access.forget(message.freed)
@@ -70,13 +71,15 @@ class Runner:
         for library in libraries():
             library.load()
         self._keep_in_sync()
-        reached = {each: self._resources[each] for each in self.reach.resources}
-        metrics = {each: (kind, obj) for each, obj in reached.items() if (kind := library_of(obj)) is not None}
-        for kind, metric in metrics.values():
-            kind.reset(metric)
+        metrics = {}
+        if self._metrics:
+            metrics = {each: self._metrics[each] for each in self.reach.resources if each in self._metrics}
+            for kind, metric in metrics.values():
+                kind.reset(metric)
         is_new = self._is_new(function, frozenset(self.reach.variables))
         closure = ClosureRun(number=message.closure, fence=message.fence, is_new=is_new)
-        with self.access.running(closure, self.reach.variables, fresh) as running:
+        try:
+            self.access.begin_closure(closure, self.reach.variables, fresh)
             try:
                 with self._placed:
                     value = function(*args, **kwargs)
@@ -90,12 +93,15 @@ class Runner:
                 _check(self.resource(number), its)
             if self.access.replicas is not None:
                 value = self.access.replicas.whole(value)
+            self.access.complete_closure()
+        finally:
+            self.access.end_closure(closure)
         contributions = {}
         for each, (kind, obj) in metrics.items():
             if (found := map_structure(_on_host, kind.contribution(obj))) is not None:
                 contributions[each] = found
         packed = value if type(value) in _PLAIN else dump(value, "The result of a closure")[0]
-        return ClosureResult(packed, contributions or None, tuple(running.staleness))
+        return ClosureResult(packed, contributions or None, tuple(closure.staleness))
 
     def _is_new(self, function: Any, variables: frozenset[int]) -> bool:
         """Return whether a function of this code runs here with these variables for the first time."""
@@ -109,9 +115,8 @@ class Runner:
 
     def _keep_in_sync(self) -> None:
         """Keep the objects that this closure is the first to use in sync, if the worker has several replicas."""
-        models, made = self._new_models, list(self.access.copies.made)
-        self._new_models = []
-        self.access.copies.made.clear()
+        models, made = self._new_models, self.access.copies.made
+        self._new_models, self.access.copies.made = [], []
         if self.access.replicas is not None:
             self.access.replicas.keep_in_sync(models, made)
 
@@ -142,6 +147,8 @@ class Runner:
                 elif isinstance(found, torch.nn.Module):
                     self._new_models.append(found)
                     self.access.copies.model_tensors.add(found)
+                if (library := library_of(found)) is not None:
+                    self._metrics[number] = library, found
                 self._reaches[number] = self.reach
                 self._resources[number] = found
                 del self._packed[number]

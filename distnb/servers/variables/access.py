@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,33 +121,37 @@ class ServerAccess:
 
     # Closures -------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def running(
-        self, closure: ClosureRun, variables: Iterable[int], fresh: Collection[int] = ()
-    ) -> Iterator[ClosureRun]:
-        """Return a context that runs a closure.
+    def begin_closure(self, closure: ClosureRun, variables: Iterable[int], fresh: Collection[int] = ()) -> None:
+        """Prepare for a closure. `complete_closure` follows if it succeeds, and in any case `end_closure`.
 
         Args:
             closure: The closure.
-            variables: The variables that it reads. Their copies are updated first.
+            variables: The variables that it reads. Their copies are updated.
             fresh: The variables whose copies need no update (see `OptimizerRequests.pop_fresh`).
         """
         copies, variables = self.copies, frozenset(variables)
         if not self._ended_well:
             self._forget_the_latest()
         self.requests.closure, self.optimizers.variables, self._ended_well = closure, variables, False
-        try:
-            if variables:
-                copies.refresh([each for each in variables if each not in fresh or copies.is_outdated(each)])
-            if closure.is_new:
-                copies.keep_values(variables, kept=True)
-            yield closure
-            copies.send_changes()
-            self._ended_well = True
-        finally:
-            self.requests.closure = None
-            if closure.is_new:
-                copies.keep_values(variables, kept=False)
+        if variables:
+            copies.refresh([each for each in variables if each not in fresh or copies.is_outdated(each)])
+        if closure.is_new:
+            copies.keep_values(variables, kept=True)
+
+    def complete_closure(self) -> None:
+        """Send the servers the changes of a closure that has succeeded.
+
+        Raises:
+            ProgramError: It changed a parameter, which only optimizers and `assign` may do.
+        """
+        self.copies.send_changes()
+        self._ended_well = True
+
+    def end_closure(self, closure: ClosureRun) -> None:
+        """Release what was kept for a closure."""
+        self.requests.closure = None
+        if closure.is_new:
+            self.copies.keep_values(self.optimizers.variables, kept=False)
 
     def _forget_the_latest(self) -> None:
         """Discard the changes and gradients left by a closure that failed, which must not affect the next one."""

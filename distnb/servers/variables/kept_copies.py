@@ -31,7 +31,7 @@ class KeptCopies:
 
     Attributes:
         turn: The lock of the copies, and of operations on several of them.
-        made: The parameters created as copies since this list was last emptied.
+        made: The parameters created as copies since this list was last replaced.
         model_tensors: The tensors of a worker's models.
     """
 
