@@ -154,7 +154,7 @@ class ProgramLoop:
         return_freed_memory(began)
 
     def _serve_one(self, latest: ProgramLink | None) -> ProgramLink | None:
-        """Run one program, now and then of another link than the latest one's. Return its link; None if none arrived."""
+        """Run one program, now and then of another link than the latest. Return its link; None if none arrived."""
         if len(self._links) == 1 and latest is self._links[0]:
             tries = [(latest, _LONG_LINGER_MS)]
         else:

@@ -6,7 +6,7 @@ succeeded with a `ClosureReply`, and otherwise with a `wire.messages.Reply`, as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from distnb.topology import Task, Team
@@ -127,7 +127,7 @@ class ClosureReply(_ClosureReply):
     error: ClassVar = None
 
 
-_made: Callable[..., Any] = tuple.__new__  # `_make` checks the number of fields, which takes longer
+_made = tuple.__new__  # `_make` checks the number of fields, which takes longer
 
 
 def _plain(message: RunClosure) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ def _plain_reply(reply: ClosureReply) -> tuple[Any, ...]:
     return tuple(reply) if reply.value.contributions is not None else (reply.program, *reply.value)
 
 
-def _reply_of(fields: Sequence[Any]) -> ClosureReply:
+def _reply_of(fields: list[Any]) -> ClosureReply:
     program, *result = fields
     return _made(ClosureReply, (program, _made(ClosureResult, result)))
 

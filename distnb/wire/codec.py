@@ -24,11 +24,11 @@ _TUPLE = ord("(")  # the first byte of a tuple that marshal has written; pickles
 _VERSION = 2  # of marshal's format: without references, for which it would look up each object
 
 _plain_forms: dict[type, tuple[int, Callable[[Any], tuple[Any, ...]]]] = {}
-_messages: dict[int, Callable[[Sequence[Any]], Any]] = {}
+_messages: dict[int, Callable[[list[Any]], Any]] = {}
 
 
 def give_plain_form(
-    code: int, kind: type, plain: Callable[[Any], tuple[Any, ...]], message: Callable[[Sequence[Any]], Any]
+    code: int, kind: type, plain: Callable[[Any], tuple[Any, ...]], message: Callable[[list[Any]], Any]
 ) -> None:
     """Let marshal write messages of a class, unless they hold other than plain values.
 
