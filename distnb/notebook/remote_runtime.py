@@ -88,7 +88,8 @@ class Remote:
             return map_structure(_fetched_number, self._ask("reduce", (op, value), {"axis": axis}))
         from distnb.runtime.reduction.reducing import reduce_numbers
 
-        return unflatten(shape, reduce_numbers(op, known))
+        reduced = reduce_numbers(op, known)
+        return reduced[0] if leaves[0] is value else unflatten(shape, reduced)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' components."""

@@ -7,9 +7,9 @@ sent as the list `[identity, kind]`, data that the engines have as `[name, SECTI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from distnb.values.structure import flatten, map_structure
 from distnb.wire.codec import give_codes, give_plain_form
@@ -25,7 +25,7 @@ from distnb.wire.described_values import (
 )
 from distnb.wire.messages import ObjectId
 
-__all__ = ["BARE", "SECTION", "SHORT", "OwnTensor", "OwnTensors", "PlannedCall", "PlannedReply", "opened"]
+__all__ = ["BARE", "SECTION", "SHORT", "OwnTensor", "OwnTensors", "PlannedCall", "PlannedReply", "described", "opened"]
 
 BARE = frozenset({type(None), bool, int, float, str})
 """The types of plain values in these messages."""
@@ -58,26 +58,18 @@ class PlannedCall(NamedTuple):
     rebound: dict[str, Any]
 
 
-class OwnTensor(NamedTuple):
-    """A tensor that a call returned, such as a step's loss: each replica's own.
+OwnTensor: TypeAlias = tuple[str, str, str, float | int | complex | None, bool]
+"""A tensor that a call returned, such as a step's loss: each replica's own. It has the shape, dtype, device, number and
+graph of its `Summary`, in a plain tuple, which marshal writes."""
 
-    Attributes:
-        shape, dtype, device, number, graph: As in `Summary`.
-    """
 
-    shape: str
-    dtype: str
-    device: str
-    number: float | int | complex | None
-    graph: bool
-
-    def described(self, identity: ObjectId) -> DescribedObject:
-        """Describe it as the object of an id."""
-        shape, dtype, device, number, graph = self
-        summary = Summary(
-            type="torch.Tensor", text=None, shape=shape, dtype=dtype, device=device, number=number, graph=graph
-        )
-        return DescribedObject(identity=identity, summary=summary, sharing=WRAPPED)
+def described(tensor: OwnTensor, identity: ObjectId) -> DescribedObject:
+    """Describe a tensor as the object of an id."""
+    shape, dtype, device, number, graph = tensor
+    summary = Summary(
+        type="torch.Tensor", text=None, shape=shape, dtype=dtype, device=device, number=number, graph=graph
+    )
+    return DescribedObject(identity=identity, summary=summary, sharing=WRAPPED)
 
 
 class OwnTensors(NamedTuple):
@@ -105,8 +97,8 @@ class OwnTensors(NamedTuple):
     def described(self, serial: int) -> Any:
         """Describe it as the result of a call: a structure of `Leaf`s."""
         tensors = zip(self.tensors, self.identities(serial), strict=True)
-        described = (Leaf(tensor.described(identity)) for tensor, identity in tensors)
-        return self.filled(described, lambda value: Leaf(PlainValue(value)))
+        leaves = (Leaf(described(tensor, identity)) for tensor, identity in tensors)
+        return self.filled(leaves, lambda value: Leaf(PlainValue(value)))
 
 
 class _PlannedReply(NamedTuple):
@@ -161,13 +153,12 @@ def _plain_reply(reply: PlannedReply) -> tuple[Any, ...]:
     returned = reply.returned
     if type(returned) is not OwnTensors:
         return tuple(reply)
-    return (*reply[:3], returned.tree, tuple(map(tuple, returned.tensors)))
+    return (*reply[:3], *returned)
 
 
-def _reply_of(fields: Sequence[Any]) -> PlannedReply:
+def _reply_of(fields: list[Any]) -> PlannedReply:
     if len(fields) > len(PlannedReply._fields):
-        *others, tree, tensors = fields
-        fields = [*others, OwnTensors(tree, tuple([_made(OwnTensor, each) for each in tensors]))]
+        fields[3:] = [_made(OwnTensors, fields[3:])]
     return _made(PlannedReply, fields)
 
 
@@ -175,4 +166,4 @@ _made = tuple.__new__  # `_make` checks the number of fields, and takes longer t
 
 give_plain_form(1, PlannedCall, tuple, partial(_made, PlannedCall))
 give_plain_form(2, PlannedReply, _plain_reply, _reply_of)
-give_codes(48, PlannedCall, PlannedReply, OwnTensor, OwnTensors)
+give_codes(48, PlannedCall, PlannedReply, OwnTensors)

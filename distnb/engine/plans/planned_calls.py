@@ -200,4 +200,4 @@ def _own_tensor(tensor: Any) -> OwnTensor | None:
     graph, shape = tensor.grad_fn is not None, tensor.shape
     at_hand = not shape and tensor.is_cpu and (graph or not tensor.requires_grad)
     number = tensor.item() if at_hand else None
-    return OwnTensor(str(tuple(shape)), str(tensor.dtype).removeprefix("torch."), str(tensor.device), number, graph)
+    return str(tuple(shape)), str(tensor.dtype).removeprefix("torch."), str(tensor.device), number, graph

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RemoteState", "state_of_handle"]
 
+_FLOATS = frozenset({"float32", "float64"})
+
 
 @dataclass
 class RemoteState:
@@ -87,6 +89,8 @@ class RemoteState:
             if not state.is_whole:
                 return False
             for fact in state.facts.values():
+                if not (fact.reads or fact.holds):
+                    continue
                 if fact.reads or any(isinstance(held, str) for held in fact.holds):
                     return False
                 held = {each for each in fact.holds if not isinstance(each, str)} - seen
@@ -104,11 +108,14 @@ class RemoteState:
         """
         fact = self.facts.get(replica)
         summary = UNKNOWN if fact is None or self.outdated else fact.summary
-        if summary.number is None or (summary.graph and not detached):
+        number = summary.number
+        if number is None or (summary.graph and not detached):
             return None
         import torch
 
-        return torch.tensor(summary.number, dtype=getattr(torch, summary.dtype), device="cpu")
+        if summary.dtype in _FLOATS:  # a third of the time
+            return torch.scalar_tensor(number, dtype=getattr(torch, summary.dtype), device=torch.device("cpu"))
+        return torch.tensor(number, dtype=getattr(torch, summary.dtype), device="cpu")
 
     def all_known(self, engines: tuple[int, ...] | None = None) -> list[Any]:
         """Return detached copies of all components in replica order, or [] if one is unknown.
@@ -120,7 +127,10 @@ class RemoteState:
         if self.tracked.ended or self.gone or self.local or (engines or team) != team:
             return []
         found = [self.known(replica, detached=True) for replica in range(len(team))]
-        return [] if any(value is None for value in found) else found
+        for value in found:
+            if value is None:
+                return []
+        return found
 
     @property
     def type_name(self) -> str:

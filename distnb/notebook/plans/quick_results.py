@@ -10,7 +10,7 @@ from distnb.notebook.namespace.handle_operations import HandleOperations
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.objects.plain import same
 from distnb.topology import Team
-from distnb.wire.planned import BARE, OwnTensors, PlannedReply
+from distnb.wire.planned import BARE, OwnTensors, PlannedReply, described
 
 __all__ = ["quick_result"]
 
@@ -44,7 +44,11 @@ def quick_result(
     handles = []
     columns = zip(*[each.tensors for each in every], strict=True)
     for identity, column in zip(value.identities(first.serial), columns, strict=True):
-        facts = {rank: tensor.described(identity) for rank, tensor in enumerate(column)}
+        first_tensor = column[0]
+        if first_tensor[3] is None and column.count(first_tensor) == team.size:  # as of a batch: no number to compare
+            facts = dict.fromkeys(range(team.size), described(first_tensor, identity))
+        else:
+            facts = {rank: described(tensor, identity) for rank, tensor in enumerate(column)}
         state = RemoteState(tracked=tracked, operations=operations, identity=identity, facts=facts)
         state.as_of = changes
         handle = make_handle(state, mirrored=False, size=len(facts))

@@ -75,6 +75,8 @@ class Prompts:
 
     def next(self) -> InputRequest | None:
         """Return the question to ask now, or None. There is none while a debugger executes the user's last command."""
+        if not self._waiting:
+            return None
         with self._lock:
             if self._current is not None and self._current in self._prompting:
                 asks = self._waiting.get(self._current)

@@ -165,8 +165,10 @@ def reduce_numbers(op: ReduceOp, components: Sequence[Sequence[torch.Tensor]]) -
         for tensors in components:
             dtype = _summand(tensors[0], op, "reduce").dtype
             wire = dtype if dtype.is_complex else wire_dtype(dtype, len(components) > 1)
-            total = functools.reduce(operator.add, [tensor.to(wire) for tensor in tensors])
-            results.append((total / len(tensors) if op is ReduceOp.MEAN else total).to(dtype))
+            total = functools.reduce(operator.add, tensors if dtype is wire else [each.to(wire) for each in tensors])
+            if op is ReduceOp.MEAN:
+                total = total / len(tensors)
+            results.append(total if total.dtype is dtype else total.to(dtype))
         return results
 
 

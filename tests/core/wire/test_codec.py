@@ -21,7 +21,7 @@ from distnb.topology import Device, Team
 from distnb.wire.codec import decode, encode
 from distnb.wire.described_values import PlainValue
 from distnb.wire.messages import CallFunction, Reply
-from distnb.wire.planned import OwnTensor, OwnTensors, PlannedCall, PlannedReply
+from distnb.wire.planned import OwnTensors, PlannedCall, PlannedReply
 from distnb.wire.tensors import encode_tensors
 
 
@@ -81,7 +81,7 @@ def test_a_message_keeps_its_fields() -> None:
         ),
         PlannedReply(1, 2, 3, None),
         PlannedReply(1, 2, 3, "text"),
-        PlannedReply(1, 2, 3, OwnTensors({"a": [..., 1]}, (OwnTensor("()", "complex64", "cpu", 1 + 2j, True),))),
+        PlannedReply(1, 2, 3, OwnTensors({"a": [..., 1]}, (("()", "complex64", "cpu", 1 + 2j, True),))),
         PlannedReply(1, 2, 3, (PlainValue(4), [PlainValue("b")])),
     ],
 )
