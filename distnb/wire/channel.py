@@ -221,13 +221,14 @@ class Peers:
         self._remote = remote
         self._sockets: dict[int, UnixSocket] = {}
         self._peer_at: dict[int, int] = {}  # by the socket's descriptor
-        self._epoll = select.epoll()
+        self._epoll, self._watched = select.epoll(), select.epoll()
         if remote is not None:
             self.watch(int(remote.fileno()))
 
     def watch(self, descriptor: int) -> None:
-        """Make `wait` also return when this descriptor is readable."""
+        """Make each wait also return when this descriptor is readable."""
         self._epoll.register(descriptor, select.EPOLLIN)
+        self._watched.register(descriptor, select.EPOLLIN)
 
     def accept(self) -> None:
         """Accept the peers on this host that have connected.
@@ -243,7 +244,7 @@ class Peers:
             _logger.info("peer %d connected", peer)
             self._sockets[peer] = connected
             self._peer_at[connected.fileno()] = peer
-            self.watch(connected.fileno())
+            self._epoll.register(connected.fileno(), select.EPOLLIN)
 
     def _lose(self, peer: int) -> None:
         connected = self._sockets.pop(peer, None)
@@ -290,6 +291,15 @@ class Peers:
         if self._remote is not None and _has_message(self._remote):
             return ()  # its descriptor reports only messages that arrive after the socket was last found empty
         return dict(self._epoll.poll(timeout_s))
+
+    def await_one(self, peer: int, timeout_s: float) -> bool:
+        """Wait until a message of a peer has arrived or a watched descriptor is readable. Return False after a timeout.
+
+        Messages of other peers do not end the wait, since each wake-up costs two switches of processes. A peer on
+        another host is not waited for.
+        """
+        connected = self._sockets.get(peer)
+        return connected is not None and connected.wait(self._watched.fileno(), timeout_s)
 
     def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
         """Yield the next message of each peer on this host, and all messages of other peers, without blocking.
@@ -341,6 +351,7 @@ class Peers:
         for peer in list(self._sockets):
             self._lose(peer)
         self._epoll.close()
+        self._watched.close()
         if self._remote is not None:
             self._remote.close()
 

@@ -153,6 +153,7 @@ class UnixSocket:
         self._socket = connected
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
+        self._poll_of_two: Any = None  # made by `wait`
         self._lock = threading.Lock()  # guards the attributes below, and the order of packets
         self._late: deque[Packet] = deque()
         self._sender: threading.Thread | None = None
@@ -228,6 +229,18 @@ class UnixSocket:
     def has_message(self) -> bool:
         """Return whether a message, or the end of the connection, has arrived."""
         return bool(self._poll.poll(0))
+
+    def wait(self, other: int, timeout_s: float) -> bool:
+        """Wait until `receive` may have a message, or another descriptor is readable. Return False after the timeout.
+
+        Args:
+            other: The other descriptor, the same in each call.
+        """
+        if self._poll_of_two is None:
+            self._poll_of_two = select.poll()
+            self._poll_of_two.register(self._socket, select.POLLIN)
+            self._poll_of_two.register(other, select.POLLIN)
+        return bool(self._poll_of_two.poll(timeout_s * 1000))
 
     def receive(self, linger_ms: int = 0) -> Any:
         """Return the next message, or None if none arrives within `linger_ms`.

@@ -115,6 +115,18 @@ def test_a_worker_of_short_closures_has_more_of_them() -> None:
     assert len(queue.has(0)) == 11, "the next closures may be as long as this one"
 
 
+def test_large_closures_do_not_pile_up_at_a_worker_of_short_ones() -> None:
+    queue = ClosureQueue(depth=2)
+    queue.worker_up(0, 0.0)
+    for number in range(5):
+        queue.scheduled(number, 0.0, is_large=number > 2)
+    queue.ended(0, 0, "done", 0.0005)
+    assert queue.has(0) == (1, 2)
+    queue.ended(0, 1, "done", 0.001)
+    assert queue.has(0) == (2, 3)
+    assert queue.scheduled(5, 0.001) == [], "closures begin in order"
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_every_closure_ends_exactly_once_in_random_sequences(seed: int) -> None:
     draw = random.Random(seed)
@@ -145,7 +157,8 @@ def test_every_closure_ends_exactly_once_in_random_sequences(seed: int) -> None:
         busy = [worker for worker, closures in there.items() if closures]
         if event < 4:
             after = [each for each in draw.sample(range(number), min(number, 2)) if each not in ended]
-            carry_out(queue.scheduled(number, now, after if draw.random() < 0.3 else ()))
+            is_large = draw.random() < 0.2
+            carry_out(queue.scheduled(number, now, after if draw.random() < 0.3 else (), is_large=is_large))
             number += 1
         elif event < 7 and busy:
             worker = draw.choice(busy)

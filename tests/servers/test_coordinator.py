@@ -368,7 +368,7 @@ def while_waiting(coordinator: ClusterCoordinator, act: Callable[[], Any]) -> No
 
 @pytest.mark.parametrize("wait", ["join", "fetch", "schedule"])
 def test_an_interrupt_cancels_scheduled_closures(coordinator: ClusterCoordinator, wait: str) -> None:
-    values = [coordinator.schedule(time.sleep, args=(60,)) for _ in range(10)]
+    values = [coordinator.schedule(time.sleep, args=(60,)) for _ in range(30)]  # more than two workers have
     coordinator._max_queued = 2
     wait_until(lambda: sum(value.state == "running" for value in values) >= 2, _WITHIN_S)
     asked: dict[str, Callable[[], Any]] = {

@@ -25,6 +25,9 @@ _logger = logging.getLogger("distnb.notebook.dispatch")
 
 _LATE_S = 2.0
 _POLL_S = 0.02
+# The time for which only the last engine's reply is awaited, since the others mostly reply before it. An engine that
+# could not read its program reports that in a reply, which must end the others' programs.
+_LAST_S = 0.05
 _UNREACHED = (
     "could not be reached, since its connection with the notebook has ended (replace it with %distnb restart {engine}),"
 )
@@ -112,6 +115,8 @@ class Dispatch:
         Call this within `interrupts`: an interrupt ends the program, unless it is unstoppable, and the outcome records
         that.
         """
+        if not outcome.complete:
+            self._programs.await_one(outcome.engines[-1], _LAST_S)
         while True:
             if self.interrupts.count and not outcome.unstoppable and self.interrupts.pop():
                 self.interrupt()

@@ -60,6 +60,7 @@ __all__ = ["ClusterCoordinator", "running_coordinators", "stories"]
 _logger = logging.getLogger("distnb.coordinator")
 
 _DEPTH = 3  # of closures longer than a millisecond: the next one is there, and few wait behind a long one
+_LARGE_NBYTES = 64 << 10
 _LATEST_STEPS = 256
 _END_S = 5.0  # the limit of the wait; the link abandons workers that do not end within a second
 
@@ -220,7 +221,8 @@ class ClusterCoordinator:
         self._is_current = False
         self._nbytes += packed.nbytes
         after = [each.number for each in packed.inputs if not each.ended] if packed.inputs else ()
-        self._carry_out(self._queue.scheduled(number, time.monotonic(), after))
+        is_large = packed.nbytes > _LARGE_NBYTES
+        self._carry_out(self._queue.scheduled(number, time.monotonic(), after, is_large=is_large))
         return value
 
     def _full(self) -> bool:

@@ -119,6 +119,7 @@ class ClosureQueue(StateMachine):
         self._blocked: dict[int, set[int]] = {}  # by closure: the closures whose results it needs
         self._dependents: dict[int, list[int]] = {}
         self._workers: dict[int, _Worker] = {}
+        self._large: set[int] = set()
         self._ending: set[int] = set()  # with a worker, and ordered to end
         self._unfinished: set[int] = set()
         self._astray: set[int] = set()  # a process may still run them, though their workers are lost or ordered to end
@@ -132,9 +133,16 @@ class ClosureQueue(StateMachine):
     # -- events ----------------------------------------------------------------------------------------------------
 
     @transition
-    def scheduled(self, closure: int, now: float, after: Collection[int] = ()) -> list[Order]:
-        """Add a closure. It runs once the unfinished closures `after` are done. Numbers must grow."""
+    def scheduled(
+        self, closure: int, now: float, after: Collection[int] = (), *, is_large: bool = False
+    ) -> list[Order]:
+        """Add a closure. It runs once the unfinished closures `after` are done. Numbers must grow.
+
+        A large closure is not among those that a worker of short closures has in addition: they take memory there.
+        """
         self._latest = closure
+        if is_large:
+            self._large.add(closure)
         self._scheduled += 1
         self._unfinished.add(closure)
         if after:
@@ -290,7 +298,8 @@ class ClosureQueue(StateMachine):
                 yield f"closure {current.reclaiming} is being reclaimed from worker {worker}, which does not have it"
             if not current.stuck_in.isdisjoint(current.closures):
                 yield f"closures {sorted(current.stuck_in)} were abandoned, but worker {worker} has them"
-            if self._waiting and len(current.closures) < current.depth and not current.stuck_in:
+            depth = self._depth if self._waiting and self._waiting[0] in self._large else current.depth
+            if self._waiting and len(current.closures) < depth and not current.stuck_in:
                 yield f"worker {worker} has room for a closure, but some wait"
 
     # -- the current state -----------------------------------------------------------------------------------------
@@ -369,7 +378,8 @@ class ClosureQueue(StateMachine):
     def _assign(self, now: float) -> list[Order]:
         orders: list[Order] = []
         while self._waiting:
-            worker, least, fewest, is_one_there = -1, None, self._most, False
+            most = self._depth if self._waiting[0] in self._large else self._most
+            worker, least, fewest, is_one_there = -1, None, most, False
             for number, current in self._workers.items():
                 if current.stuck_in:
                     continue
@@ -419,6 +429,8 @@ class ClosureQueue(StateMachine):
     def _finish(self, closure: int) -> None:
         self._unfinished.discard(closure)
         self._ending.discard(closure)
+        if self._large:
+            self._large.discard(closure)
 
     def _cancel(self, closure: int) -> list[Order]:
         """Cancel a closure, and the closures that need its result."""

@@ -140,6 +140,22 @@ def test_a_watched_descriptor_ends_the_wait(switchboard: Switchboard) -> None:
     os.close(writing)
 
 
+def test_only_the_awaited_engine_ends_a_wait_for_one(switchboard: Switchboard, context: zmq.Context[Any]) -> None:
+    reading, writing = os.pipe()
+    switchboard.programs.watch(reading)
+    with links(switchboard, context, 2) as (first, second):
+        first.send("first")
+        assert not switchboard.programs.await_one(1, 0.01)
+        second.send("second")
+        assert switchboard.programs.await_one(1, 60)
+        assert sorted(read(switchboard)) == [(0, "first"), (1, "second")]
+        assert not switchboard.programs.await_one(1, 0.01)
+        os.write(writing, b"x")
+        assert switchboard.programs.await_one(1, 60)
+    os.close(reading)
+    os.close(writing)
+
+
 far = pytest.mark.parametrize("near", [False], ids=["of another"], indirect=True)
 
 
