@@ -171,8 +171,8 @@ def several():
 @pytest.mark.parametrize(
     ("name", "wait", "here", "there"),
     [
-        ("nothing", True, 98, 158),
-        ("nothing", False, 107, 160),
+        ("nothing", True, 98, 150),
+        ("nothing", False, 107, 152),
         ("number", True, 113, 172),
         ("several", True, 190, 322),
     ],
