@@ -115,7 +115,7 @@ class Dispatch:
         Call this within `interrupts`: an interrupt ends the program, unless it is unstoppable, and the outcome records
         that.
         """
-        if not outcome.complete:
+        if outcome.awaits(outcome.engines[-1]) and not self.interrupts.count:
             self._programs.await_one(outcome.engines[-1], _LAST_S)
         while True:
             if self.interrupts.count and not outcome.unstoppable and self.interrupts.pop():
