@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -56,13 +56,18 @@ def map_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        # The library makes tensors on torch's default device, which may be another one here.
-        with torch.device("cpu"), safe_open(file, "pt") as opened:
+        with _default_device_is_cpu(), safe_open(file, "pt") as opened:
             return {name: opened.get_tensor(name) for name in sorted(opened.keys())}, opened.metadata() or {}
     except FileNotFoundError:
         raise CheckpointError(f"There is no file {file}.") from None
     except SafetensorError as error:
         raise CheckpointError(f"{file} is not a safetensors file, or it is not complete: {error}.") from None
+
+
+def _default_device_is_cpu() -> AbstractContextManager[Any]:
+    """Have the library make tensors on the CPU, not on torch's default device. The mode slows down every call."""
+    device = torch.device("cpu")
+    return nullcontext() if torch.get_default_device() == device else device
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, torch.Tensor]:

@@ -165,7 +165,11 @@ def restore_all(objects: Mapping[str, Any], states: Mapping[str, Any], path: str
         CheckpointMismatchError: A state is missing, or belongs to another object.
         CheckpointError: An object's own code refused its state.
     """
-    lines = agree(_misfits(objects, outline(states), ""))
+    misfits: list[str] = []
+    pairs = list(_paired(objects, states, "", misfits))
+    for pair in pairs:
+        misfits += pair.kind.misfits(pair.value, outline(pair.state), pair.name)
+    lines = agree(misfits)
     if lines:
         raise CheckpointMismatchError(
             f"{path} does not match the objects, and nothing was restored.\n"
@@ -173,7 +177,6 @@ def restore_all(objects: Mapping[str, Any], states: Mapping[str, Any], path: str
             + "\nMake the objects as they were when it was saved, or restore a Checkpoint of the matching objects. The "
             "tensors are in its safetensors files, under these names."
         )
-    pairs = list(_paired(objects, states, "", []))
     doubtful = [pair for pair in pairs if pair.kind.may_fail(pair.value)]
     _restore_doubtful(doubtful, path, agree)
     for pair in pairs:
