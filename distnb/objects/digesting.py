@@ -41,6 +41,7 @@ from distnb.objects.memory.blocks import (
 )
 from distnb.objects.memory.mapped_files import file_of, window_of
 from distnb.objects.memory.plain_tensors import digests_of, plain_among
+from distnb.objects.memory.received_memory import digest_at
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, label_of, refusal
 from distnb.objects.plain import is_importable
 from distnb.objects.world_bound import is_training_arguments, is_world_bound
@@ -285,7 +286,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return content, (kind, array.shape, shown)
 
     def _digest_at(self, address: int, nbytes: int, owner: Any) -> bytes:
-        digest = xxhash.xxh3_128_digest(BYTES_AT[nbytes](address))
+        digest = digest_at(address, nbytes)
         if nbytes >= _LARGE_NBYTES:
             self.seen.large[address, nbytes] = digest, owner
         return digest

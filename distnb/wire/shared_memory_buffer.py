@@ -16,6 +16,7 @@ import weakref
 from typing import Final
 
 from distnb.errors import MessageError
+from distnb.objects.memory.received_memory import unwatch, watch
 from distnb.wire.codec import Frame
 
 __all__ = ["LARGE_NBYTES", "SharedMemoryBuffer", "read_frame"]
@@ -71,8 +72,14 @@ def _map(descriptor: int, nbytes: int) -> Frame | None:
         return None
     mapped = (ctypes.c_ubyte * nbytes).from_address(address)
     # Not at exit: other objects may still use the memory then, and the kernel frees it with the process.
-    weakref.finalize(mapped, _libc.munmap, address, nbytes).atexit = False
+    weakref.finalize(mapped, _unmap, address, nbytes).atexit = False
+    watch(address, nbytes)
     return memoryview(mapped).cast("B")
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    unwatch(address, nbytes)
+    _libc.munmap(address, nbytes)
 
 
 def _read(descriptor: int, nbytes: int) -> Frame:

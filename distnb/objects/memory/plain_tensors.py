@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from distnb.objects.memory.blocks import BYTES_AT, PLAIN_DTYPES, MemoryBlocks, TensorBatch, plain_memory
+from distnb.objects.memory.received_memory import WATCHED_NBYTES, digest_at
 
 __all__ = ["PlainTensors", "batches_of", "bytes_and_shapes", "digests_of", "open_batch", "plain_among"]
 
@@ -82,7 +83,10 @@ def _all_plain(tensors: list[Any]) -> PlainTensors | None:
 def digests_of(plain: PlainTensors) -> tuple[list[bytes], bytes]:
     """Return the digest of each tensor's elements, and all dtypes and shapes as bytes."""
     windows = zip(plain.sizes, plain.addresses, strict=True)
-    digests = [xxhash.xxh3_128_digest(BYTES_AT[nbytes](address)) for nbytes, address in windows]
+    if max(plain.sizes, default=0) < WATCHED_NBYTES:
+        digests = [xxhash.xxh3_128_digest(BYTES_AT[nbytes](address)) for nbytes, address in windows]
+    else:
+        digests = [digest_at(address, nbytes) for nbytes, address in windows]
     one = len(set(plain.dtypes)) == 1
     dtypes = ",".join(str(PLAIN_DTYPES[dtype]) for dtype in (plain.dtypes[:1] if one else plain.dtypes))
     ranks, lengths = array("q", map(len, plain.shapes)), array("q", chain.from_iterable(plain.shapes))
