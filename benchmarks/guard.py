@@ -71,14 +71,14 @@ _BENCHMARKS = {
     ),
     "namespace": _Benchmark(
         "--rounds 3",
-        _values(records=(3.3, 3.5), frame=(2.3, 9.4), tensors=(2.5, 4.5), array=(3.7, 0.0), small=(20.0, 12.0)),
+        _values(records=(3.3, 3.5), frame=(2.3, 5.0), tensors=(2.3, 3.5), array=(2.9, 0.0), small=(8.0, 8.0)),
     ),
     "transfer": _Benchmark(
         "--rounds 5",
         {
             "there": [
                 Target("distnb: a cell reads it", "copy", at_most=3.0),
-                Target("distnb: a cell reads it", "memcpy", at_most=3.0, known=15.0),
+                Target("distnb: a cell reads it", "memcpy", at_most=3.0, known=13.0),
             ],
             "back": [
                 Target("distnb: handle.numpy()", "copy", at_most=3.0),
@@ -90,7 +90,7 @@ _BENCHMARKS = {
         "--rounds 3",
         {
             "saved": [Target("distnb", "plain copy", at_most=1.43)],
-            "loaded": [Target("distnb", "plain copy", at_most=1.43, known=2.5)],
+            "loaded": [Target("distnb", "plain copy", at_most=1.43, known=2.3)],
         },
     ),
     "live_view": _Benchmark("--rounds 40", {"step": [Target("on", "off", at_most=1.01, known=1.03)]}),
