@@ -1,8 +1,8 @@
 """Received memory that the sender can no longer change and that this process maps copy-on-write: its digests.
 
 When the process writes to such memory, the kernel gives it a copy of the page, which is no longer a page of the file.
-`/proc/self/pagemap` shows which pages have been copied, so memory without a copied page is not digested again. For 64 MB
-that takes 0.4 ms instead of 4 ms. For each page there are 64 bits, of which these are read:
+`/proc/self/pagemap` shows which pages have been copied, so memory without a copied page is not digested again. For
+64 MB that takes 0.4 to 1.5 ms instead of 4 ms. For each page there are 64 bits, of which these are read:
 
     bit 63    the page is in memory
     bit 62    the page is on the swap disk

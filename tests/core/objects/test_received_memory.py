@@ -17,7 +17,7 @@ NBYTES = WATCHED_NBYTES + 12_345
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the memory that was read for a digest."""
+    """Return the list of the sizes of all memory that is read for a digest."""
     sizes: list[int] = []
 
     class Counting:
