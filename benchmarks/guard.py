@@ -53,21 +53,21 @@ _BENCHMARKS = {
         {
             "blocking": [
                 Target("distnb strategy.run", "ipyparallel apply_sync", at_most=0.1, known=0.13),
-                Target("distnb strategy.run", "bare ZMQ", at_most=2.2, known=2.6),
-                Target("distnb strategy.run", "Ray actors", at_most=0.3, known=0.45),
-                Target("distnb closures", "distnb strategy.run", at_most=1.5, known=2.2),
+                Target("distnb strategy.run", "bare ZMQ", at_most=2.2, known=2.4),
+                Target("distnb strategy.run", "Ray actors", at_most=0.3, known=0.42),
+                Target("distnb closures", "distnb strategy.run", at_most=1.5, known=2.0),
             ],
             "pipelined": [
-                Target("distnb strategy.run", "Ray actors", at_most=0.4, known=0.6),
-                Target("distnb closures", "distnb strategy.run", at_most=1.5, known=2.8),
+                Target("distnb strategy.run", "Ray actors", at_most=0.4, known=0.5),
+                Target("distnb closures", "distnb strategy.run", at_most=1.5, known=2.3),
             ],
         },
     ),
     "ordinary_loop": _Benchmark(
-        "--rounds 3", {"step": [Target("ordinary cell", "%%distribute cell", at_most=1.3, known=1.95)]}
+        "--rounds 3", {"step": [Target("ordinary cell", "%%distribute cell", at_most=1.3, known=1.8)]}
     ),
     "empty_cell": _Benchmark(
-        "--rounds 5", {"cell": [Target("%%distribute mirrored", "%%px --block", at_most=0.35, known=0.5)]}
+        "--rounds 5", {"cell": [Target("%%distribute mirrored", "%%px --block", at_most=0.35, known=0.46)]}
     ),
     "namespace": _Benchmark(
         "--rounds 3",
