@@ -34,6 +34,7 @@ with private_names("keras"):
 
 __all__ = [
     "EVALUATION",
+    "LOGS",
     "METRICS_RESULT",
     "SYMBOLIC_BUILD",
     "DataAdapter",
@@ -82,6 +83,7 @@ Tracked = (TrackedList, TrackedDict)
 _WITH_STATISTICS = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
 SYMBOLIC_BUILD = "_symbolic_build"
 METRICS_RESULT = "_get_metrics_result_or_logs"
+LOGS = "get_metrics_result"
 """Names of methods of a model that are replaced."""
 EVALUATION = "_eval_epoch_iterator"
 """The attribute with the iterator over the data with which `fit` evaluates a model."""
@@ -285,6 +287,12 @@ def disable_ddp(model: Any) -> None:
     model._initialize_ddp = lambda: None
     if type(model).get_metrics_result is vars(own).get("get_metrics_result"):
         model.get_metrics_result = super(own, model).get_metrics_result
+
+
+def has_plain_logs(model: Any) -> bool:
+    """Return whether a model's steps return the results of its metrics as they are."""
+    names = ("train_step", "test_step", "compute_metrics", LOGS)
+    return all(getattr(type(model), name) is getattr(keras.Model, name) for name in names)
 
 
 def wrappers_in(layer: Any) -> list[Any]:

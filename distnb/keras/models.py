@@ -33,6 +33,8 @@ _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "pr
 _SAVES = ("save", "save_weights", "export")
 _LOAD = "load_weights"
 _FUNCTIONS = ("train", "test", "predict")
+_UNREAD: dict[str, Any] = {}
+"""The logs of a step, in place of those that nobody reads."""
 _MAKERS = tuple(f"make_{kind}_function" for kind in _FUNCTIONS)
 
 
@@ -96,7 +98,12 @@ class ModelOnReplicas:
             setattr(model, name, self._on_chief_first(getattr(model, name)))
         setattr(model, _LOAD, self._read_by_chief(getattr(model, _LOAD)))
         for kind, name in zip(_FUNCTIONS, _MAKERS, strict=True):
-            setattr(model, name, self._wrap_maker(getattr(model, name), f"{kind}_function"))
+            setattr(model, name, self._wrap_maker(getattr(model, name), kind))
+        self._are_logs_unread = False
+        if keras_internals.has_plain_logs(model):
+            setattr(model, keras_internals.LOGS, self._unless_unread(getattr(model, keras_internals.LOGS)))
+            name = keras_internals.METRICS_RESULT
+            setattr(model, name, self._at_the_end(getattr(model, name)))
 
     # Loops: fit, evaluate, predict
     # -------------------------------------------------------------------------------------
@@ -220,8 +227,9 @@ class ModelOnReplicas:
 
     # A step ---------------------------------------------------------------------------------------------------------
 
-    def _wrap_maker(self, make: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _wrap_maker(self, make: Callable[..., Any], kind: str) -> Callable[..., Any]:
         """Wrap `make_train_function` or a similar method: the function that it makes runs on all replicas."""
+        name = f"{kind}_function"
 
         @functools.wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:
@@ -230,13 +238,32 @@ class ModelOnReplicas:
             self._share_randomness()
             plain = getattr(self._model, name)
             if not isinstance(plain, _ReplicatedStep):
-                setattr(self._model, name, _ReplicatedStep(self, plain, trains=name == "train_function"))
+                setattr(self._model, name, _ReplicatedStep(self, plain, kind))
             return result
 
         return made
 
-    def run(self, plain: Callable[[Any], Any], data: Any, *, trains: bool) -> Any:
-        """Run one step on a global batch, which every replica has."""
+    def _unless_unread(self, plain: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap the method that computes the results of metrics for logs: a step whose logs nobody reads has none."""
+
+        @functools.wraps(plain)
+        def logs() -> Any:
+            return _UNREAD if self._are_logs_unread else plain()
+
+        return logs
+
+    def _at_the_end(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap the method that replaces the logs of the last step by the results of metrics."""
+
+        @functools.wraps(plain)
+        def logs_or_results(logs: Any) -> Any:
+            return getattr(self._model, keras_internals.LOGS)() if logs is _UNREAD else plain(logs)
+
+        return logs_or_results
+
+    def run(self, plain: Callable[[Any], Any], data: Any, kind: str) -> Any:
+        """Run one step ("train", "test" or "predict") on a global batch, which every replica has."""
+        trains = kind == "train"
         process = this_process.replica
         if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
             return plain(data)
@@ -253,12 +280,15 @@ class ModelOnReplicas:
 
         def step() -> None:
             nonlocal result
+            self._are_logs_unread = self._callbacks is not None and not self._callbacks.reads_logs(kind)
             try:
                 with self._forward.step(batches.finish):
                     result = plain(data)
             except Exception:
                 batches.finish()  # that the data differ is the better reason
                 raise
+            finally:
+                self._are_logs_unread = False
             if trains:
                 step_count.note_step(self._forward.rows)
 
@@ -292,10 +322,10 @@ def _refuse_other_distribution(method: str) -> None:
 class _ReplicatedStep:
     """A model's `train_function`, `test_function` or `predict_function` on all replicas."""
 
-    def __init__(self, owner: ModelOnReplicas, plain: Callable[[Any], Any], *, trains: bool) -> None:
+    def __init__(self, owner: ModelOnReplicas, plain: Callable[[Any], Any], kind: str) -> None:
         self._owner = owner
         self._plain = plain
-        self._trains = trains
+        self._kind = kind
 
     def __call__(self, data: Any) -> Any:
-        return self._owner.run(self._plain, data, trains=self._trains)
+        return self._owner.run(self._plain, data, self._kind)

@@ -19,7 +19,7 @@ from distnb.options import CommunicationImplementation, CommunicationOptions, Re
 if TYPE_CHECKING:
     from distnb.collectives.algorithms.base import CrossDeviceOps
     from distnb.collectives.group.interface import Group
-    from distnb.collectives.shared_memory.shared_sum import SharedWork
+    from distnb.collectives.shared_memory.shared_sum import SharedWork, Write
 
 __all__ = ["Aggregation"]
 
@@ -121,9 +121,13 @@ class Aggregation:
                 "`replicas.all_reduce(tensor, op)` does, or `replicas.broadcast(total)` at its end."
             )
 
-    def all_reduce_start(self, tensor: torch.Tensor) -> PendingCollective | SharedWork:
-        """Start an `all_reduce`. With an algorithm of the strategy's own it is complete when this returns."""
+    def all_reduce_start(self, tensor: torch.Tensor, write: Write) -> PendingCollective | SharedWork:
+        """Start an `all_reduce` of what `write` writes to the memory that it is given (see `Group.all_reduce_start`).
+
+        With an algorithm of the strategy's own it is complete when this returns.
+        """
         if self._ops is None:
-            return self.group.all_reduce_start(tensor)
+            return self.group.all_reduce_start(tensor, write=write)
+        write(tensor)
         self.all_reduce(tensor)
         return PendingCollective(None, tensor, 1)

@@ -14,6 +14,7 @@ __all__ = ["Pack", "Packs", "Slot"]
 
 # Multi-tensor kernels read 16 bytes at a time: every view starts on such a boundary.
 _ALIGNMENT = 16
+_KNOWN_PLACES = 4  # where a pack's tensors are written in turn
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class Pack:
     """A flat tensor, a view of it for each slot (all of one dtype and device), and one of extra elements that follow.
 
-    `wire` is what is sent: the flat tensor, as real numbers where it is complex.
+    `wire` is what is sent: the flat tensor, as real numbers where it is complex. The first extra elements show for each
+    slot whether there was a tensor. The rest of them, and the gaps between the views, have no meaning.
     """
 
     def __init__(self, slots: Sequence[Slot], extra: int = 0) -> None:
@@ -97,35 +99,61 @@ class Pack:
         for slot in slots:
             offsets.append(end)
             end += -(-slot.numel // step) * step
-        with torch.no_grad():
-            # Zeros, so that the gaps between the views add up to zero and never to a signalling NaN.
-            self.flat = torch.zeros(end + extra, dtype=dtype, device=slots[0].device)
-            self.wire = torch.view_as_real(self.flat) if dtype.is_complex else self.flat
-            self.views = [
-                self.flat[offset : offset + slot.numel].view(slot.shape)
-                if slot.stride is None
-                else self.flat.as_strided(slot.shape, slot.stride, offset)
-                for slot, offset in zip(slots, offsets, strict=True)
-            ]
-            self.extra = self.flat[end:]
+        self._slots, self._offsets, self._end = slots, offsets, end
+        self.flat = torch.zeros(end + extra, dtype=dtype, device=slots[0].device)
+        self.wire = torch.view_as_real(self.flat) if dtype.is_complex else self.flat
+        self.views, self.extra = self._cut(self.flat)
+        self._elsewhere: dict[int, tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]] = {}
 
-    def fill(self, tensors: Sequence[torch.Tensor | None], scale: float = 1.0) -> bool:
+    def _cut(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return the view of each slot and of the extra elements in a flat tensor."""
+        with torch.no_grad():
+            views = [
+                flat[offset : offset + slot.numel].view(slot.shape)
+                if slot.stride is None
+                else flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + offset)
+                for slot, offset in zip(self._slots, self._offsets, strict=True)
+            ]
+            return views, flat[self._end :]
+
+    def _place(self, wire: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """Return the flat tensor, the views and the extra elements of this pack, or of other memory like `wire`."""
+        if wire is None or wire is self.wire:
+            return self.flat, self.views, self.extra
+        place = self._elsewhere.get(wire.data_ptr())
+        if place is None:
+            flat = torch.view_as_complex(wire) if self.flat.is_complex() else wire
+            if len(self._elsewhere) >= _KNOWN_PLACES:
+                self._elsewhere.clear()
+            place = self._elsewhere[wire.data_ptr()] = (flat, *self._cut(flat))
+        return place
+
+    def fill(self, tensors: Sequence[torch.Tensor | None], scale: float = 1.0, wire: torch.Tensor | None = None) -> bool:
         """Write one tensor into each view, multiplied by a scale (0 writes zeros even for NaN), and zeros for None.
+
+        Args:
+            wire: Memory of the size of the pack's `wire`, to which the tensors are written instead.
 
         Returns:
             Whether there was a tensor for every view.
         """
+        flat, views, extra = self._place(wire)
         present = [tensor for tensor in tensors if tensor is not None]
-        complete = len(present) == len(self.views)
+        complete = len(present) == len(views)
         with torch.no_grad():
             if scale == 0.0 or not present:
-                self.flat.zero_()
+                flat.zero_()
             elif complete:
-                torch_internals.copy_each(self.views, present)
+                torch_internals.copy_each(views, present)
             else:
-                pairs = list(zip(self.views, tensors, strict=True))
+                pairs = list(zip(views, tensors, strict=True))
                 torch_internals.zero_each([view for view, tensor in pairs if tensor is None])
                 torch_internals.copy_each([view for view, tensor in pairs if tensor is not None], present)
             if scale not in (0.0, 1.0):
-                self.flat.mul_(scale)
+                flat.mul_(scale)
+            if complete:
+                extra.fill_(1)
+            else:
+                flags = [0.0 if tensor is None else 1.0 for tensor in tensors]
+                extra[: len(flags)].copy_(torch.tensor(flags, dtype=torch.float32))
         return complete

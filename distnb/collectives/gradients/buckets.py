@@ -76,13 +76,8 @@ class Bucket:
             gradients = [group.contribution(place, gradient, scale) for (group, place), gradient in pairs]
             scale = 1.0
         pack = self._pack = self._idle_pack()
-        self._complete = pack.fill(gradients, scale)
-        if self._complete:
-            pack.extra.fill_(1)
-        else:
-            flags = [0.0 if gradient is None else 1.0 for gradient in gradients]
-            pack.extra[: len(flags)].copy_(torch.tensor(flags, dtype=torch.float32))
-        self._started = aggregation.all_reduce_start(pack.wire)
+        self._complete = all(gradient is not None for gradient in gradients)
+        self._started = aggregation.all_reduce_start(pack.wire, lambda wire: pack.fill(gradients, scale, wire))
 
     def wait(self) -> None:
         """Wait for the sums, if they are under way."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distnb.collectives.group.process_group import OWN, GuardedProcessGroup
-from distnb.collectives.shared_memory.shared_sum import GATHER, SharedWork
+from distnb.collectives.shared_memory.shared_sum import GATHER, SharedWork, Write
 from distnb.collectives.verify.program_calls import ProgramCalls
 from distnb.collectives.verify.signature import Key, of_tensors
 from distnb.compat.c10d_internals import (
@@ -118,9 +118,16 @@ class Group:
         self.all_reduce_start(tensor, op).wait()
         return tensor
 
-    def all_reduce_start(self, tensor: Tensor, op: ReduceOp | str = "sum") -> PendingCollective | SharedWork:
-        """Start `all_reduce` and return it under way. The tensor must not be used until its `wait`."""
-        return self._reduce("all_reduce", tensor, op, None)
+    def all_reduce_start(
+        self, tensor: Tensor, op: ReduceOp | str = "sum", write: Write | None = None
+    ) -> PendingCollective | SharedWork:
+        """Start `all_reduce` and return it under way. The tensor must not be used until its `wait`.
+
+        Args:
+            write: Writes this replica's tensor to the memory that it is given, which may be that of the others instead
+                of `tensor`. By default the content of `tensor` is reduced.
+        """
+        return self._reduce("all_reduce", tensor, op, None, write)
 
     def reduce(self, tensor: Tensor, to: int = 0, op: ReduceOp | str = "sum") -> Tensor | None:
         """Return the sum (mean, max, min) of all replicas' tensors on one replica, and None on the others."""
@@ -130,7 +137,7 @@ class Group:
         return total if self.rank == to else None
 
     def _reduce(
-        self, word: str, tensor: Tensor, op: ReduceOp | str, root: int | None
+        self, word: str, tensor: Tensor, op: ReduceOp | str, root: int | None, write: Write | None = None
     ) -> PendingCollective | SharedWork:
         op = (op.value if isinstance(op, ReduceOp) else op).lower()
         if op not in _OPS:
@@ -142,9 +149,14 @@ class Group:
             )
         # The name differs from torch's, because a replica that calls this and one that calls torch's would never meet.
         key = of_tensors(OWN + word, _NUMBERS[op], root, [tensor])
-        in_memory = self.process_group.start_in_memory(key, tensor, op)
+        if write is not None and tensor.device.type != "cpu":
+            write(tensor)  # one copy to the host is faster than one for each part of the tensor
+            write = None
+        in_memory = self.process_group.start_in_memory(key, tensor, op, write=write)
         if in_memory is not None:
             return in_memory
+        if write is not None:
+            write(tensor)
         whole = tensor.contiguous()
         options: Any = AllreduceOptions()
         options.reduceOp = _OPS[op]

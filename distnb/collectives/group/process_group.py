@@ -23,7 +23,7 @@ from distnb.collectives.eager import methods_always_eager
 from distnb.collectives.group.backends import Backends
 from distnb.collectives.group.communicator import Beginning, Communicator
 from distnb.collectives.group.work import DeviceWork, HostWork, Message, Staging, positive_seconds
-from distnb.collectives.shared_memory.shared_sum import SHARDS, SharedSum, SharedWork
+from distnb.collectives.shared_memory.shared_sum import SHARDS, SharedSum, SharedWork, Write
 from distnb.collectives.verify import callsite, signature
 from distnb.collectives.verify.collective_log import CollectiveRecord
 from distnb.collectives.verify.program_calls import ProgramCalls
@@ -337,7 +337,13 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.ready()[0].shared if self._in_memory and self._carried_as(kind) == "cpu" else None
 
     def start_in_memory(
-        self, key: Key, tensor: Tensor, op: str, sources: Sequence[int] | None = None, wanted: bool = True
+        self,
+        key: Key,
+        tensor: Tensor,
+        op: str,
+        sources: Sequence[int] | None = None,
+        wanted: bool = True,
+        write: Write | None = None,
     ) -> SharedWork | None:
         """Begin a reduction, or a gather of tensors, in memory that the replicas share.
 
@@ -346,6 +352,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             op: "sum", "mean", "max", "min" or "gather".
             sources: The replicas whose tensors this one gathers; None means all.
             wanted: Whether any replica gathers this one's tensor.
+            write: Writes what is reduced to the shared memory; None copies the tensor.
 
         Returns:
             The work, or None (on all replicas) if such a tensor or this group needs a backend.
@@ -356,7 +363,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def begin(current: Communicator, backends: Backends, arrival: Arrival) -> SharedWork:
             assert current.shared is not None  # replicas that share memory do so in each communicator
-            own = current.shared.post(tensor, current, arrival.number, wanted)
+            own = current.shared.post(tensor, current, arrival.number, wanted, write)
             return SharedWork(current.shared, own, tensor, op, current, arrival, sources)
 
         return self._enter_in_memory(key, begin)

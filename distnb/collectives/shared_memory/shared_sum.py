@@ -36,6 +36,10 @@ between the stores keep the compiler from moving them. ARM reorders both, so Glo
 passes the value that it has read to the kernel (a futex): the kernel lets it sleep only if the word still has that
 value, so a wake-up in between is not lost. It sleeps in slices of 100 ms, between which it notices an abort or a
 mismatch.
+
+An idle core takes long to wake up, above all in a virtual machine, and the replica that wakes it loses time, too: 50 µs
+each, as long as a small sum takes. Most waits are shorter than a millisecond. So if there is a core for each replica, a
+waiting replica reads the word for a millisecond before it sleeps. Meanwhile it yields its core to other processes.
 """
 
 from __future__ import annotations
@@ -43,9 +47,11 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import os
 import platform
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,9 +64,11 @@ from distnb.errors import CollectiveError
 if TYPE_CHECKING:
     from distnb.collectives.group.communicator import Communicator
 
-__all__ = ["GATHER", "SHARDS", "SharedSum", "SharedWork", "nbytes"]
+__all__ = ["GATHER", "SHARDS", "SharedSum", "SharedWork", "Write", "nbytes"]
 
 GATHER, SHARDS = "gather", "shards"
+Write = Callable[[torch.Tensor], object]
+"""A function that writes a replica's tensor to memory in which the others read it."""
 
 _PAGE = 4096
 _LINE = 64
@@ -73,6 +81,7 @@ _WORDS = _OFFSETS + _SLOTS
 _HEADER_NBYTES = -(-4 * _WORDS // _LINE) * _LINE
 _IN_COMMON = 2**32 - 2  # in place of an offset: this, or 1 more, for the first or second common area
 _KNOWN_VIEWS = 256
+_READING_S = 1e-3  # before a waiting replica sleeps
 _TRIM_AFTER = 64  # operations: an area keeps the memory that those have used
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -93,6 +102,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _syscall: Any = _libc.syscall
 _syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 2, ctypes.c_long]
 _syscall.restype = ctypes.c_long
+_yield_core: Any = _libc.sched_yield
 
 
 def nbytes(size: int) -> int:
@@ -106,6 +116,7 @@ class SharedSum:
     def __init__(self, log: CollectiveLog) -> None:
         memory, size = log.memory, log.size
         self._me, self.size = log.me, size
+        self._reading_s = _READING_S if len(os.sched_getaffinity(0)) >= size else 0.0
         self._others = [rank for rank in range(size) if rank != log.me]
         base = -(-CollectiveLog.nbytes(size) // _PAGE) * _PAGE
         heads = [base + rank * _HEADER_NBYTES for rank in range(size)]
@@ -159,18 +170,26 @@ class SharedSum:
             return None
         return self._view(self.size + index, 0, (numel,), dtype)
 
-    def post(self, tensor: torch.Tensor, communicator: Communicator, number: int, wanted: bool = True) -> int:
+    def post(
+        self,
+        tensor: torch.Tensor,
+        communicator: Communicator,
+        number: int,
+        wanted: bool = True,
+        write: Write | None = None,
+    ) -> int:
         """Copy a tensor to this replica's area and notify the others. Return the operation's number here.
 
-        Call it in the order of the collectives, one at a time. With `wanted` False the tensor is not copied; only its
-        size is used.
+        Call it in the order of the collectives, one at a time. With `wanted` False the tensor is not copied, and with
+        `write` that is called instead; only the tensor's size is used then.
         """
         size = tensor.numel() * tensor.dtype.itemsize
         begin = tensor.data_ptr() - self._begins[self._me]
         if not 0 <= begin < _AREA_NBYTES:
             begin = self._room(size, communicator, number)
             if wanted:
-                self._view(self._me, begin, tensor.shape, tensor.dtype).copy_(tensor.detach())
+                place = self._view(self._me, begin, tensor.shape, tensor.dtype)
+                place.copy_(tensor.detach()) if write is None else write(place)
         self._under_way.append((self._number + 1, begin, begin + -(-size // _LINE) * _LINE))
         self._recent_top = max(self._recent_top, begin + size)
         if self._number - self._trimmed_at >= _TRIM_AFTER:
@@ -328,9 +347,14 @@ class SharedSum:
         """Wait until a word of a replica has changed, or a slice of time is over."""
         if communicator.failure is not None:
             communicator.raise_failure()
+        words, until = self._words[rank], time.perf_counter() + self._reading_s
+        while time.perf_counter() < until:
+            if words[word] != seen:
+                return
+            _yield_core()
         if _syscall(_SYS_FUTEX, self._addresses[rank] + 4 * word, _FUTEX_WAIT, seen, _slice_at, None, 0) == 0:
             return
-        if self._words[rank][word] == seen:
+        if words[word] == seen:
             try:
                 communicator.examine(number)
                 if communicator.lost("ended") > 0:

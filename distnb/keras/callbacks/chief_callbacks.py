@@ -169,6 +169,13 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
 
     # Calls for batches -----------------------------------------------------------------------------------------------
 
+    def reads_logs(self, kind: str) -> bool:
+        """Return whether this replica reads the logs of the batch that begins now ("train", "test" or "predict")."""
+        if not self._is_chief:
+            return False
+        is_drawn = this_process.live_sink is not None and kind == "train" and time.monotonic() >= self._next_live
+        return is_drawn or self._verbose != 0 or f"{kind}_batch_end" in self._shared
+
     @property
     def skips(self) -> bool:
         """True if the current batch was trained on before the training was killed, and must be skipped."""
@@ -183,7 +190,7 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
             self._resuming.end_batch(batch)
         if skips:
             return
-        if name == "train_batch_end" and time.monotonic() >= self._next_live:
+        if name == "train_batch_end" and logs and time.monotonic() >= self._next_live:
             self._next_live = time.monotonic() + _LIVE_S
             self._plot(logs)
         if name not in self._shared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ def gradients() -> list[torch.Tensor]:
 
 
 def pack_of(tensors: list[torch.Tensor]) -> Pack:
-    return Pack([Slot.like(tensor) for tensor in tensors], extra=2)
+    return Pack([Slot.like(tensor) for tensor in tensors], extra=4)
 
 
 def test_views_have_the_tensors_shapes_and_are_aligned(gradients: list[torch.Tensor]) -> None:
@@ -28,7 +29,7 @@ def test_views_have_the_tensors_shapes_and_are_aligned(gradients: list[torch.Ten
         assert torch.equal(view, gradient)
         assert view.stride() == gradient.stride()
         assert view.data_ptr() % 16 == 0
-    assert pack.extra.tolist() == [0, 0]
+    assert pack.extra.tolist() == [1, 1, 1, 1]
 
 
 def test_a_missing_tensor_is_zero(gradients: list[torch.Tensor]) -> None:
@@ -37,6 +38,22 @@ def test_a_missing_tensor_is_zero(gradients: list[torch.Tensor]) -> None:
     assert not pack.fill([gradients[0], None, gradients[2]])
     assert pack.views[1].count_nonzero() == 0
     assert torch.equal(pack.views[2], gradients[2])
+    assert pack.extra[:3].tolist() == [1, 0, 1]
+
+
+def test_tensors_are_written_to_other_memory(gradients: list[torch.Tensor]) -> None:
+    pack, memory = pack_of(gradients), torch.full((1024,), 7.0)
+    for begin in (0, 64, 0):
+        place = memory[begin : begin + pack.wire.numel()]
+        assert not pack.fill([gradients[0], None, gradients[2]], 2.0, place)
+        assert not pack.wire.any()
+        pack.wire.copy_(place)
+        assert torch.equal(pack.views[0], 2 * gradients[0])
+        assert not pack.views[1].any()
+        assert torch.equal(pack.views[2], 2 * gradients[2])
+        assert pack.extra[:3].tolist() == [1, 0, 1]
+        pack.wire.zero_()
+    assert memory[64 + pack.wire.numel() :].eq(7).all()
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(0.0, [0.0, 0.0]), (2.0, [2.0, 4.0])])
@@ -80,7 +97,8 @@ def test_packs_end_at_the_right_tensors(packs: Packs, sizes: list[int], expected
 class Alone:
     """The aggregation of one replica."""
 
-    def all_reduce_start(self, tensor: torch.Tensor) -> Any:
+    def all_reduce_start(self, tensor: torch.Tensor, write: Callable[[torch.Tensor], object]) -> Any:
+        write(tensor)
         return self
 
     def wait(self) -> None:

@@ -23,9 +23,9 @@ class NotedGroup:
         self.calls.append(("all_reduce", tensor.numel()))
         self.inner.all_reduce(tensor, op)
 
-    def all_reduce_start(self, tensor: torch.Tensor) -> Any:
+    def all_reduce_start(self, tensor: torch.Tensor, **options: Any) -> Any:
         self.calls.append(("all_reduce_start", tensor.numel()))
-        return self.inner.all_reduce_start(tensor)
+        return self.inner.all_reduce_start(tensor, **options)
 
     def all_gather_uneven(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.calls.append(("all_gather_uneven", tensor.numel()))
