@@ -16,6 +16,8 @@ import distnb
 from tests.keras.keras_cases import LOGITS, X, Y, mlp, summary
 
 VALIDATION = {"validation_data": (X[:20], Y[:20])}
+ONE_HOT = {"validation_data": (X[:20], np.eye(2)[Y[:20]])}
+LOGGED = ("accuracy", "loss", "squares")
 
 
 def made(strategy: Any, rate: float = 0.05) -> Any:
@@ -160,6 +162,48 @@ def logs(strategy: Any, folder: Path) -> Any:
     assert strategy.num_replicas_in_sync == 1 or logger.csv_file is None
     with (folder / "log.csv").open() as file:
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+class Counted(keras.metrics.MeanSquaredError):
+    """A metric that counts the computations of its result."""
+
+    computed = 0
+
+    def result(self) -> Any:
+        self.computed += 1
+        return super().result()
+
+
+class ReadsBatches(keras.callbacks.Callback):
+    """A callback that keeps the logs of each batch."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{logs['loss']} {logs['squares']}\n")
+
+    on_test_batch_end = on_train_batch_end
+
+
+def batch_logs(strategy: Any, folder: Path) -> Any:
+    """Check that callbacks get the logs of each batch, and that these are not computed if nobody reads them."""
+    model = made(strategy)
+    with strategy.scope():
+        counted = Counted(name="squares")
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["accuracy", counted])
+    computed = []
+    for callbacks in ([], [], [ReadsBatches(folder / "batches")]):  # the first one builds the model
+        counted.computed = 0
+        history = model.fit(X, np.eye(2)[Y], batch_size=16, epochs=2, verbose=0, callbacks=callbacks, **ONE_HOT)
+        computed.append(counted.computed)
+        assert sorted(history.history) == ["accuracy", "loss", "squares", *(f"val_{name}" for name in LOGGED)]
+    if strategy.num_replicas_in_sync > 1:
+        assert computed[1] == 4, computed  # two epochs and their validations
+        assert (computed[2] > 4) is distnb.is_chief(), computed
+    return summary(model, history), [float(each) for each in (folder / "batches").read_text().split()]
 
 
 def tensorboard(strategy: Any, folder: Path) -> Any:

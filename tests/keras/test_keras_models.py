@@ -24,7 +24,7 @@ CASES = {
     ],
     "keras_callback_cases": [
         "dropout", "checkpoint", "model_checkpoint", "backup_and_restore", "errors", "after_batches", "not_a_number",
-        "logs", "own_callbacks", "tensorboard", "saved_and_loaded",
+        "logs", "batch_logs", "own_callbacks", "tensorboard", "saved_and_loaded",
     ],
     "keras_state_cases": [
         "counted", "central", "called_in_run", "of_distributed_values", "made_elsewhere", "variables", "in_models",

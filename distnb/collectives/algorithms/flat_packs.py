@@ -128,7 +128,9 @@ class Pack:
             place = self._elsewhere[wire.data_ptr()] = (flat, *self._cut(flat))
         return place
 
-    def fill(self, tensors: Sequence[torch.Tensor | None], scale: float = 1.0, wire: torch.Tensor | None = None) -> bool:
+    def fill(
+        self, tensors: Sequence[torch.Tensor | None], scale: float = 1.0, wire: torch.Tensor | None = None
+    ) -> bool:
         """Write one tensor into each view, multiplied by a scale (0 writes zeros even for NaN), and zeros for None.
 
         Args:
