@@ -128,9 +128,9 @@ _BENCHMARKS = {
         "--rounds 3 --epochs 3",
         {
             "epoch": [
-                Target("distnb", "loop with DDP", at_most=1.05, known=1.7),
+                Target("distnb", "loop with DDP", at_most=1.05, known=1.5),
                 Target("distnb, one replica", "Keras alone", at_most=1.03),
-                Target("distnb", "Keras's DataParallel", at_most=0.5, known=0.75),
+                Target("distnb", "Keras's DataParallel", at_most=0.5, known=0.7),
                 Target("distnb", "TensorFlow's MirroredStrategy", at_most=1.0),
             ],
         },

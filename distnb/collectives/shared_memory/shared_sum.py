@@ -38,8 +38,9 @@ value, so a wake-up in between is not lost. It sleeps in slices of 100 ms, betwe
 mismatch.
 
 An idle core takes long to wake up, above all in a virtual machine, and the replica that wakes it loses time, too: 50 µs
-each, as long as a small sum takes. Most waits are shorter than a millisecond. So if there is a core for each replica, a
-waiting replica reads the word for a millisecond before it sleeps. Meanwhile it yields its core to other processes.
+each, as long as a small sum takes. So if there is a core for each replica, a waiting replica reads the word for 100 µs
+before it sleeps, and yields its core to other processes meanwhile. Reading for a millisecond saves no more, because two
+cores may be one physical core, on which the reader slows the other replica down.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ _WORDS = _OFFSETS + _SLOTS
 _HEADER_NBYTES = -(-4 * _WORDS // _LINE) * _LINE
 _IN_COMMON = 2**32 - 2  # in place of an offset: this, or 1 more, for the first or second common area
 _KNOWN_VIEWS = 256
-_READING_S = 1e-3  # before a waiting replica sleeps
+_READING_S = 1e-4  # before a waiting replica sleeps
 _TRIM_AFTER = 64  # operations: an area keeps the memory that those have used
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
