@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from distnb.errors import ProgramAborted, StaleHandleError, UnassignedError
 from distnb.notebook.handles.handle import HANDLES
 from distnb.notebook.plans.call_plans import CallPlans
@@ -421,3 +423,26 @@ def counted_plans() -> Iterator[list[int]]:
         yield found
     finally:
         CallPlans.next_call = next_call  # type: ignore[method-assign]
+
+
+def compare(
+    session: Session,
+    seed: int,
+    capfd: pytest.CaptureFixture[str],
+    length: int,
+    acts: list[Callable[[Session], object]],
+) -> int:
+    """Compare a random program with and without plans. Return the number of calls by plan."""
+    steps = program(seed, length, len(acts))
+    size = len(session.status())
+    with counted_plans() as planned:
+        found = run_program(session, steps, acts)
+    output = capfd.readouterr()
+    session.resize(size)
+    capfd.readouterr()
+    with without_plans():
+        expected = run_program(session, steps, acts)
+    assert found == expected, steps
+    assert output == capfd.readouterr(), steps
+    session.resize(size)
+    return len(planned)

@@ -6,15 +6,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from distnb.notebook.session import Session
 from tests.support.calls_of_python import COUNT_ON_ENGINES, CallCount
-from tests.support.planned_programs import counted_plans, program, run_program, without_plans
+from tests.support.planned_programs import compare, counted_plans, without_plans
 from tests.support.processes import wait_until
-from tests.support.sessions import lose, started
+from tests.support.sessions import started
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
 
@@ -40,42 +40,6 @@ def interrupt(session: Session) -> None:
         session.user_ns["strategy"].run(session.user_ns["wait_long"])
     finally:
         thread.join()
-
-
-def kill(session: Session) -> None:
-    """Kill an engine, and replace it."""
-    os.environ.pop("DNB_PLANNED", None)  # the new process would begin with it
-    lose(session, 1)
-    session.restart(missing=True)
-
-
-def resize(session: Session) -> None:
-    """Add an engine, or remove it again."""
-    os.environ.pop("DNB_PLANNED", None)
-    session.resize(5 - len(session.status()))
-
-
-def compare(
-    session: Session,
-    seed: int,
-    capfd: pytest.CaptureFixture[str],
-    length: int,
-    acts: list[Callable[[Session], object]],
-) -> int:
-    """Compare a random program with and without plans. Return the number of calls by plan."""
-    steps = program(seed, length, len(acts))
-    size = len(session.status())
-    with counted_plans() as planned:
-        found = run_program(session, steps, acts)
-    output = capfd.readouterr()
-    session.resize(size)
-    capfd.readouterr()
-    with without_plans():
-        expected = run_program(session, steps, acts)
-    assert found == expected, steps
-    assert output == capfd.readouterr(), steps
-    session.resize(size)
-    return len(planned)
 
 
 def test_random_programs_are_the_same_without_plans(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
@@ -147,13 +111,6 @@ def act(kind):
 @pytest.mark.timeout(7200)
 def test_many_random_programs_are_the_same_without_plans(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
     assert sum(compare(session, seed, capfd, 40, [interrupt]) for seed in range(200)) > 2000
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_plans_do_not_outlive_engines(capfd: pytest.CaptureFixture[str]) -> None:
-    with started() as session:
-        assert sum(compare(session, seed, capfd, 40, [kill, resize]) for seed in range(20)) > 200
 
 
 # -- the cost of a call ------------------------------------------------------------------------------------------------
