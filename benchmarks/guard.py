@@ -58,7 +58,7 @@ _BENCHMARKS = {
                 Target("distnb closures", "distnb strategy.run", at_most=1.5, known=2.0),
             ],
             "pipelined": [
-                Target("distnb strategy.run", "Ray actors", at_most=0.4, known=0.5),
+                Target("distnb strategy.run", "Ray actors", at_most=0.4, known=0.85),
                 Target("distnb closures", "distnb strategy.run", at_most=1.5, known=2.3),
             ],
         },
@@ -71,7 +71,7 @@ _BENCHMARKS = {
     ),
     "namespace": _Benchmark(
         "--rounds 3",
-        _values(records=(3.3, 3.5), frame=(2.3, 5.0), tensors=(2.3, 3.5), array=(2.9, 0.0), small=(8.0, 8.0)),
+        _values(records=(3.8, 3.5), frame=(2.3, 5.0), tensors=(2.3, 3.5), array=(2.9, 0.0), small=(8.0, 8.0)),
     ),
     "transfer": _Benchmark(
         "--rounds 5",
