@@ -34,12 +34,9 @@ __all__ = ["report", "users_part"]
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _ASKED = (object_operations.__file__, exchange.__file__)
-_NO_GPU = (
-    *("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available"),
-    "Cannot re-initialize CUDA in forked subprocess",  # an import before the fork has asked for GPUs, and found none
-)
+_NO_GPU = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
 _WITHOUT_GPU = (
-    "This replica computes on the CPU. Leave out .cuda() and device='cuda': tensors made in "
+    "This replica computes on the CPU, since there is no GPU. Leave out .cuda() and device='cuda': tensors made in "
     "strategy.scope() or strategy.run, and the batches of a distributed dataset, are on the replica's device in any "
     "case."
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,8 +61,8 @@ made = torch.nn.Linear(1, 1)
 
 
 def test_a_missing_gpu_is_an_error(session: Any) -> None:
-    if Path("/dev/nvidiactl").exists():  # asking torch would forbid CUDA in the engines, which are forked
-        pytest.skip("it is there")
+    if torch.version.cuda is not None:
+        pytest.skip("it may be there, or torch refuses the tests' engines, which are forked after Keras asked for GPUs")
     with pytest.raises((AssertionError, RuntimeError)) as raised:
         run_cell(session, "torch.ones(1).cuda()", "gpu")
     assert "Leave out .cuda()" in "\n".join(getattr(raised.value, "__notes__", []))
